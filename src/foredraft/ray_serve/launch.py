@@ -131,11 +131,7 @@ def serve_replicas(spec: ReplicaSpec, sock: socket.socket, on_ready: Callable[[]
     application = RayApplication(spec)
     front = Front(spec.settings, spec.secret, application.watch)
 
-    def deploy() -> None:
-        application.deploy()
-        on_ready()
-
     try:
-        serve_front(front, sock, deploy)
+        serve_front(front, sock, application.deploy, on_ready)
     finally:
         application.close()

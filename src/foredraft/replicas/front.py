@@ -188,7 +188,7 @@ def create_front_app(front: Front) -> Starlette:
 
     async def health(request: Request) -> Response:
         """Return 200 while the replicas start, and then if one of them is healthy."""
-        return await _answer_state(front, request, "ok" if front.pool.has_had_replicas else "starting")
+        return await _answer_state(front, request, "ok" if front.pool.has_started.is_set() else "starting")
 
     async def ready(request: Request) -> Response:
         """Return 200 if a replica takes requests."""

@@ -6,7 +6,9 @@ second signal             all requests are ended at once
 
 import asyncio
 import logging
+import os
 import socket
+import sys
 import threading
 from collections.abc import Callable
 from types import FrameType
@@ -38,15 +40,21 @@ class FrontServer(HttpServer):
         else:
             self._loop.call_soon_threadsafe(self._abort_and_exit if is_again else self._start_drain)
 
-    def deploy(self, deploy: Callable[[], None]) -> threading.Thread:
-        """Run `deploy` on a thread. Its exception stops the server and is stored in `deploy_error`."""
-        thread = threading.Thread(target=self._run_deploy, args=(deploy,), name="foredraft-deploy", daemon=True)
+    def deploy(self, deploy: Callable[[], None], on_ready: Callable[[], None]) -> threading.Thread:
+        """Run `deploy` on a thread, and `on_ready` when a replica is listed.
+
+        The exception of `deploy` stops the server and is stored in `deploy_error`.
+        """
+        arguments = (deploy, on_ready)
+        thread = threading.Thread(target=self._run_deploy, args=arguments, name="foredraft-deploy", daemon=True)
         thread.start()
         return thread
 
-    def _run_deploy(self, deploy: Callable[[], None]) -> None:
+    def _run_deploy(self, deploy: Callable[[], None], on_ready: Callable[[], None]) -> None:
         try:
             deploy()
+            self.front.pool.has_started.wait()
+            on_ready()
         except Exception as error:  # `serve_front` raises it again
             self.deploy_error = error
             self.should_exit = True
@@ -66,17 +74,21 @@ class FrontServer(HttpServer):
         self.should_exit = True
 
 
-def serve_front(front: Front, sock: socket.socket, deploy: Callable[[], None]) -> None:
+def serve_front(front: Front, sock: socket.socket, deploy: Callable[[], None], on_ready: Callable[[], None]) -> None:
     """Serve until a signal. Raises the exception of `deploy`, if any.
 
     Args:
         front: state of all routes.
         sock: listening socket.
         deploy: starts the replicas; called on another thread.
+        on_ready: called when a replica is listed.
     """
     server = FrontServer(front)
-    thread = server.deploy(deploy)
+    thread = server.deploy(deploy, on_ready)
     server.run(sockets=[sock])
-    thread.join()
+    if thread.is_alive():  # it waits for replicas, which end with this process
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
     if server.deploy_error is not None:
         raise server.deploy_error

@@ -1,5 +1,6 @@
 """Replicas that the front knows, their running requests, and those that do not answer."""
 
+import threading
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
@@ -19,7 +20,7 @@ class ReplicaPool:
         self.metrics = metrics
         self.cards: dict[str, ReplicaCard] = {}
         self.loads: dict[str, int] = {}  # running requests; stays until the last request of a dropped replica ends
-        self.has_had_replicas = False
+        self.has_started = threading.Event()  # a replica was listed
         self._router = AffinityRouter()
         self._failed_beats: dict[str, int] = {}  # replica that did not answer -> its beat at that time
 
@@ -31,7 +32,7 @@ class ReplicaPool:
             if card.beat > self._failed_beats.get(card.id, -1):
                 self._failed_beats.pop(card.id, None)
                 self.cards[card.id] = card
-                self.has_had_replicas = True
+                self.has_started.set()
 
     def choose(self, key: AffinityKey, refused: Collection[str] = ()) -> ReplicaCard | None:
         """Choose a replica for a request; None if there is none.
