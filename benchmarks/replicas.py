@@ -9,7 +9,8 @@ replicas        --replicas cores, one thread each
 one thread      OMP_NUM_THREADS=1, without Ray; on one core
 one replica     --replicas 1, one thread; on one core. Against `one thread`: the cost of front and Ray alone
 
-A setup is started, warmed up and measured in turn, so that all setups run in every round. Clients are a closed loop of
+A setup is started, warmed up, left alone for `settle` seconds (Ray goes on starting processes after it is ready) and
+measured in turn, so that all setups run in every round. Clients are a closed loop of
 `streams` connections in this process, on the same cores. Goals: at least 0.95 of the throughput of one process, median
 time to the first token at most 5 ms longer. No other program should run on the machine.
 """
@@ -147,6 +148,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=96)
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--settle", type=float, default=30.0, help="seconds between start and measurement")
     parser.add_argument("--markdown", type=Path)
     parser.add_argument("--quick", action="store_true", help="few requests and one round, to try the script")
     options = parser.parse_args()
@@ -173,6 +175,7 @@ def main() -> None:
             with run_server(setup, cores) as port:
                 warm_up = argparse.Namespace(**vars(options) | {"requests": 2 * options.streams, "max_tokens": 16})
                 asyncio.run(run_load(port, warm_up))
+                time.sleep(options.settle)
                 rounds[setup.name].append(asyncio.run(run_load(port, options)))
     lines = [*format_table(setups, rounds), ""]
     lines += [format_verdict("one process", "replicas", rounds), format_verdict("one thread", "one replica", rounds)]

@@ -7,10 +7,8 @@ import time
 import httpx
 import pytest
 
-pytest.importorskip("ray.serve", reason="pip install 'foredraft[ray]' to test replicas on Ray")
-
 from tests.server.test_lifecycle import Process, serve
-from tests.support.server.replica_process import Request, find_replica_processes
+from tests.support.server.replica_process import Request, find_replica_processes, is_below
 
 NUM_STREAMS, NUM_AT_ONCE = 200, 24
 START_SECONDS = 300  # Ray and two models on one core of a loaded machine
@@ -55,8 +53,17 @@ def count(client: httpx.Client, name: str) -> float:
     return sum(float(line.split()[-1]) for line in lines if line.startswith(name + "{"))
 
 
+def test_only_processes_below_the_server_are_killed():
+    """Fault: the test would kill a replica of another server on this machine."""
+    parents = {9: 8, 8: 5, 7: 1, 5: 1}
+    assert is_below(9, 5, parents)
+    assert not is_below(7, 5, parents)
+    assert not find_replica_processes(os.getpid())
+
+
 @pytest.mark.timeout(900)
 def test_a_killed_replica_breaks_its_own_streams_alone():
+    pytest.importorskip("ray.serve", reason="pip install 'foredraft[ray]' to test replicas on Ray")
     with serve("--replicas", "2", "--max-batch", "16", seconds=START_SECONDS) as (server, client):
         wait_for(lambda: len(client.get("/ready").json()["replicas"]) == 2)
         requests = run_streams(client, server)
