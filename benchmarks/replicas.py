@@ -1,4 +1,4 @@
-"""What replicas on Ray cost: throughput and time to the first token, against one process with the same cores.
+"""Cost of replicas on Ray: throughput and time to the first token, against one process with the same cores.
 
     python benchmarks/replicas.py [--cores 2] [--streams 8] [--requests 96] [--rounds 5] [--markdown FILE] [--quick]
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foredraft.replicas.frames import Frame, FrameError, FrameKind, FrameSplitter, RequestHead, ResponseHead
+from foredraft.replicas.frames import Frame, FrameError, FrameKind, FrameSplitter, HttpResponseHead, RequestHead
 
 HEAD = RequestHead("s", "POST", "/v1/ä", "/v1/%C3%A4", "a=1", [("x", "ÿ"), ("x", "2")], ("127.0.0.1", 7))
 
@@ -25,15 +25,15 @@ def test_other_bytes_are_refused(data: bytes):
 
 def test_heads_come_out_as_they_went_in():
     assert RequestHead.decode(HEAD.encode()) == HEAD
-    head = ResponseHead(200, [(b"content-type", b"text/event-stream; charset=utf-8"), (b"x", b"\xff")])
-    assert ResponseHead.decode(head.encode()) == head
+    head = HttpResponseHead(200, [(b"content-type", b"text/event-stream; charset=utf-8"), (b"x", b"\xff")])
+    assert HttpResponseHead.decode(head.encode()) == head
     assert head.is_event_stream
-    assert not ResponseHead(200, [(b"content-type", b"application/json")]).is_event_stream
+    assert not HttpResponseHead(200, [(b"content-type", b"application/json")]).is_event_stream
 
 
 @pytest.mark.parametrize("payload", [b"", b"{}", b"[]", b'{"status": "x", "headers": []}', b'{"headers": 3}'])
 def test_an_incomplete_head_is_refused(payload: bytes):
-    for kind in (RequestHead, ResponseHead):
+    for kind in (RequestHead, HttpResponseHead):
         with pytest.raises(FrameError):
             kind.decode(payload)
 

@@ -1,4 +1,4 @@
-"""What every replica needs to start; it is sent to the replica's process."""
+"""Settings that every replica needs to start; they are sent to the replica's process."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

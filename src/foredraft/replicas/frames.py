@@ -126,14 +126,14 @@ class RequestHead:
 
 
 @dataclass(frozen=True)
-class ResponseHead:
+class HttpResponseHead:
     """Status and headers of a response."""
 
     status: int
     headers: list[tuple[bytes, bytes]]
 
     @classmethod
-    def decode(cls, payload: bytes) -> "ResponseHead":
+    def decode(cls, payload: bytes) -> "HttpResponseHead":
         """Read the payload of a HEAD frame. Raises FrameError if a field is missing."""
         try:
             values = json.loads(payload)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from starlette.types import Message, Scope, Send
 
 from foredraft.replicas.directory import ReplicaCard
-from foredraft.replicas.frames import Frame, FrameError, FrameKind, FrameSplitter, RequestHead, ResponseHead
+from foredraft.replicas.frames import Frame, FrameError, FrameKind, FrameSplitter, HttpResponseHead, RequestHead
 from foredraft.server.errors import make_unavailable_error
 from foredraft.server.responses import encode_error_event
 from foredraft.server.sse import DONE_EVENT
@@ -37,7 +37,7 @@ class AbortedResponseError(Exception):
 class HeldResponse:
     """Response of which the client has seen nothing."""
 
-    head: ResponseHead
+    head: HttpResponseHead
     body: list[bytes] = field(default_factory=list)
 
     @property
@@ -113,7 +113,7 @@ class Relay:
         try:
             for frame in self._splitter.feed(data):
                 if frame.kind is FrameKind.HEAD:
-                    self._held = HeldResponse(ResponseHead.decode(frame.payload))
+                    self._held = HeldResponse(HttpResponseHead.decode(frame.payload))
                 elif frame.kind is FrameKind.BODY:
                     parts.append(frame.payload)
                 elif frame.kind is FrameKind.END:
@@ -137,7 +137,7 @@ class Relay:
         return is_last
 
 
-def _make_start(head: ResponseHead) -> Message:
+def _make_start(head: HttpResponseHead) -> Message:
     return {"type": "http.response.start", "status": head.status, "headers": head.headers}
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message
 
-from foredraft.replicas.frames import Frame, FrameError, FrameKind, FrameSplitter, RequestHead, ResponseHead
+from foredraft.replicas.frames import Frame, FrameError, FrameKind, FrameSplitter, HttpResponseHead, RequestHead
 from foredraft.server.app import create_app
 from foredraft.server.service import Service
 
@@ -91,7 +91,7 @@ class ReplicaServer:
         if not hmac.compare_digest(head.secret.encode(), self._secret.encode()):
             log.warning("a connection without the secret of the front was refused")
             return
-        exchange = _Exchange(reader, writer, body)
+        exchange = _AsgiChannels(reader, writer, body)
         try:
             await self._app(head.build_scope({}), exchange.receive, exchange.send)
         finally:
@@ -112,7 +112,7 @@ async def _read_request(reader: asyncio.StreamReader) -> tuple[RequestHead, byte
     raise FrameError("the connection ended before the request")
 
 
-class _Exchange:
+class _AsgiChannels:
     """ASGI channels of one request."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, body: bytes) -> None:
@@ -135,7 +135,7 @@ class _Exchange:
     async def send(self, message: Message) -> None:
         """Write a message of the response; wait while the front does not read."""
         if message["type"] == "http.response.start":
-            head = ResponseHead(message["status"], list(message.get("headers", ())))
+            head = HttpResponseHead(message["status"], list(message.get("headers", ())))
             self._writer.write(Frame(FrameKind.HEAD, head.encode()).encode())
             return
         data = Frame(FrameKind.BODY, message["body"]).encode() if message.get("body") else b""
