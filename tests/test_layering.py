@@ -31,10 +31,10 @@ LAYERS = (
     ("engine_setup", "completion_generator"),
     ("llm",),
     ("bench", "certify", "hf_generate", "server", "train", "vllm"),
-    ("batch", "doctor", "handover"),
-    ("reproduce", "zoo_training"),
+    ("batch", "doctor", "handover", "replicas"),
+    ("ray_serve", "reproduce", "zoo_training"),
     ("cli",),
-    ("__main__",),
+    ("__main__", "ray"),
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 TOP = RANK["llm"]  # modules from this layer on are programs, which may show the version

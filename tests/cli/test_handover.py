@@ -108,7 +108,7 @@ def test_vllms_own_configuration_is_read_too(hand_over):
         (("--engine", "sglang", "--format", "ray", "--spec-method", "ngram"), 1, "use --engine vllm"),
         (("--engine", "vllm", "--spec-method", "hydra"), 1, "the nearest is an EAGLE-3 head"),
         (("--engine", "vllm", "--spec-model", "a", "--spec-model", "b"), 2, "one --spec-model"),
-        (("--engine", "vllm", "--tensor-parallel-size", "2"), 2, "unknown option --tensor-parallel-size"),
+        (("--engine", "vllm", "--pipeline-parallel-size", "2"), 2, "unknown option --pipeline-parallel-size"),
         (("--engine", "vllm", "--max-modellen", "2"), 2, "use --max-model-len"),
     ],
 )

@@ -37,8 +37,8 @@ class Process:
         self.reader = threading.Thread(target=lambda: self.lines.extend(self.process.stderr))
         self.reader.start()
 
-    def wait_for(self, pattern: str) -> str:
-        end = time.monotonic() + 120
+    def wait_for(self, pattern: str, seconds: float = 120) -> str:
+        end = time.monotonic() + seconds
         while time.monotonic() < end and self.process.poll() is None:
             for line in list(self.lines):
                 if found := re.search(pattern, line):
@@ -55,12 +55,12 @@ class Process:
 
 
 @contextlib.contextmanager
-def serve(*args: str) -> Iterator[tuple[Process, httpx.Client]]:
+def serve(*args: str, seconds: float = 120) -> Iterator[tuple[Process, httpx.Client]]:
     server = Process(*args)
     try:
         url = server.wait_for(r"http://[\w.:]+")
         with httpx.Client(base_url=url, timeout=60, headers={"Authorization": f"Bearer {KEY}"}) as client:
-            server.wait_for("serving builtin")
+            server.wait_for("serving builtin", seconds)
             yield server, client
     finally:
         server.process.kill()

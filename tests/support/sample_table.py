@@ -9,6 +9,7 @@ from tests.support.selection import Sample
 TRAINED = "trains by the README's commands, shortened; the tests of training and export cover each step"
 SMALL_ZOO = "builds the whole zoo in small; other tests of the file cover its parts"
 ASSETS = "compresses all assets, which change with a release"
+RAY = "starts Ray and three models; tests/replicas kills replicas in one process"
 SECOND_RUN = "repeats the command of the test before it through a worker; tests/bench covers the loop"
 QUALITY = "measures the loss of quality on the built-in model; other tests of the file cover the arithmetic"
 
@@ -163,6 +164,9 @@ BY_FILE = {
     },
     "tests/models/test_packed_linear.py": {
         "test_what_quantisation_costs_in_quality": Sample(0, 4, QUALITY),
+    },
+    "tests/ray_serve/test_kill.py": {
+        "test_a_killed_replica_breaks_its_own_streams_alone": Sample(0, 100, RAY),
     },
     "tests/reproduce/test_claims.py": {
         "test_a_given_pair_is_measured_instead_of_the_built_in_one": Sample(2, 15),

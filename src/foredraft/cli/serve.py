@@ -7,7 +7,6 @@ import ipaddress
 import logging
 import os
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -15,8 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from foredraft.cli.backend import CliBackend, load_llm, resolve_single_method
-from foredraft.cli.options import AUTO, NONE, ModelOptions, _make_option, with_options
+from foredraft.cli.options import AUTO, NONE, _make_option, with_options
 from foredraft.cli.prompts import read_template_file
+from foredraft.cli.replicas import ReplicaOptions, build_replica_spec, serve_replicas
 from foredraft.cli.shell import UsageError, print_line
 from foredraft.cli.speculative_config import read_speculative_config
 from foredraft.errors import ForedraftError, format_install_command
@@ -33,7 +33,7 @@ _SIZE_PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(?:i?B)?|B)?\s*", r
 
 
 @dataclass(frozen=True)
-class ServeOptions(ModelOptions):
+class ServeOptions(ReplicaOptions):
     """Options of `foredraft serve`."""
 
     model_argument: Annotated[
@@ -180,13 +180,8 @@ def serve(ctx: typer.Context, options: ServeOptions) -> None:
 
     Example: foredraft serve --port 8000, then curl localhost:8000/v1/models
     """
-    options = read_speculative_config(apply_positional(options))
+    options = resolve_options(options)
     backend: CliBackend = ctx.obj or CliBackend()
-    if options.draft_length == 0:
-        raise UsageError(
-            "--spec-tokens 0 is for one call; a server without drafts has --spec-method none, and a request without "
-            'drafts the field "speculative": {"num_speculative_tokens": 0}'
-        )
     settings = build_settings(options)
     kv_memory = None if options.kv_memory is None else parse_size(options.kv_memory)
     method = resolve_single_method(options, backend, "a server")
@@ -200,13 +195,20 @@ def serve(ctx: typer.Context, options: ServeOptions) -> None:
         raise ForedraftError(INSTALL_ERROR) from None
     if settings.has_access_log:
         _enable_access_log()
+    limits, loader = build_worker_limits(options), ModelLoader(options, method, kv_memory)
+    spec = None
+    if options.replicas is not None:
+        spec = build_replica_spec(options, settings, limits, loader, options.max_batch)
     with listen(options.host, options.port) as sock:
         url = f"http://{options.host}:{sock.getsockname()[1]}"
         if settings.api_key is None and not is_local(options.host):
             print_line(f"warning: all clients of {url} can use the model; set --api-key or {API_KEY_VARIABLE}")
         print_line(f"loading {settings.model_names[0]}; {url} answers meanwhile")
-        service = Service(settings, _build_worker_limits(options))
-        loader = _make_loader(options, method, kv_memory)
+        if spec is not None:
+            text = f"serving {settings.model_names[0]} at {url} with --spec-method {method} and {spec.description}"
+            serve_replicas(spec, sock, lambda: print_line(text))
+            return
+        service = Service(settings, limits)
 
         def ready() -> None:
             # the drafter's name lists the methods that `auto` chose
@@ -214,6 +216,18 @@ def serve(ctx: typer.Context, options: ServeOptions) -> None:
             print_line(f"serving {settings.model_names[0]} at {url} with --spec-method {method}{drafter}")
 
         run(service, sock, loader, ready)
+
+
+def resolve_options(options: ServeOptions) -> ServeOptions:
+    """Apply the positional argument and --speculative-config. Raises UsageError for options that exclude each other."""
+    options = read_speculative_config(apply_positional(options))
+    if options.draft_length == 0:
+        raise UsageError(
+            "--spec-tokens 0 is for one call; a server without drafts has --spec-method none, and a request without "
+            'drafts the field "speculative": {"num_speculative_tokens": 0}'
+        )
+    options.check_replicas()
+    return options
 
 
 def apply_positional(options: Options) -> Options:
@@ -328,28 +342,42 @@ def _read_template(name: str | None) -> str | None:
     return read_template_file(name)
 
 
-def _build_worker_limits(options: ServeOptions) -> "WorkerLimits":
+def build_worker_limits(options: ServeOptions) -> "WorkerLimits":
+    """Return the limits of the queue."""
     from foredraft.engine.worker import WorkerLimits
 
     return WorkerLimits(max_queue=options.max_queue)
 
 
-def _make_loader(options: ServeOptions, method: str, kv_memory: int | None) -> "Callable[[], LLM]":
-    def load() -> "LLM":
+@dataclass(frozen=True)
+class ModelLoader:
+    """Loader of the model of a server. It can be pickled, so that replicas load their own.
+
+    Args:
+        options: of the command.
+        method: drafting method.
+        kv_memory: bytes of the KV cache; None = the default.
+    """
+
+    options: ServeOptions
+    method: str
+    kv_memory: int | None
+
+    def __call__(self) -> "LLM":
+        """Load the target and the drafter."""
         from foredraft.llm import MemoryLimits
 
-        kv_limit: dict[str, Any] = {} if kv_memory is None else {"kv_memory": kv_memory}
+        options = self.options
+        kv_limit: dict[str, Any] = {} if self.kv_memory is None else {"kv_memory": self.kv_memory}
         limits = MemoryLimits(
             max_batch=options.max_batch,
             max_step_tokens=options.max_step_tokens,
             prefix_cache=not options.no_prefix_cache,
             **kv_limit,
         )
-        llm = load_llm(options, method, limits)
+        llm = load_llm(options, self.method, limits)
         scheduler = llm.engine.scheduler
         scheduler.limits = replace(scheduler.limits, max_chunk=options.max_chunk)
         if llm.is_adaptive:
             llm.calibrate()
         return llm
-
-    return load

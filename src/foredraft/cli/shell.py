@@ -21,8 +21,8 @@ from foredraft.errors import ForedraftError
 DONE, FAILED, MISUSED, UNFIT, INTERRUPTED = 0, 1, 2, 3, 130
 
 # Click's base class of command-line errors. Typer does not export it, only its subclass BadParameter.
-_ClickUsageError: Any = typer.BadParameter.__bases__[0]
-_ClickNoSuchOption: Any = next(kind for kind in _ClickUsageError.__subclasses__() if kind.__name__ == "NoSuchOption")
+ClickUsageError: Any = typer.BadParameter.__bases__[0]
+_ClickNoSuchOption: Any = next(kind for kind in ClickUsageError.__subclasses__() if kind.__name__ == "NoSuchOption")
 
 
 class UsageError(ForedraftError):
@@ -91,7 +91,7 @@ def _report_error(error: Exception) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if isinstance(error, BrokenPipeError):
         return FAILED
-    if isinstance(error, _ClickUsageError):
+    if isinstance(error, ClickUsageError):
         path = error.ctx.command_path if error.ctx else "foredraft"
         print_line(f"error: {_format_usage_error(error)} (try '{path} --help')")
         return MISUSED

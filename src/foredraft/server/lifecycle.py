@@ -18,6 +18,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from foredraft.errors import ForedraftError
 from foredraft.server.app import create_app
@@ -25,6 +26,7 @@ from foredraft.server.connection import Connection
 from foredraft.server.connection_limit import LISTEN_BACKLOG, ConnectionLimit
 from foredraft.server.log_throttle import make_throttled_logger
 from foredraft.server.service import Service
+from foredraft.server.settings import ServerSettings
 
 if TYPE_CHECKING:
     from foredraft.llm import LLM
@@ -34,11 +36,17 @@ FLUSH_SECONDS = 5  # seconds for the last bytes of aborted responses
 HEADER_SLACK_BYTES = 16 << 10  # bytes of headers read beyond the limit, so that HttpCheckMiddleware can answer 431
 
 
-class ModelServer(uvicorn.Server):
-    """uvicorn server of one service. It runs until a signal, or until loading the model fails."""
+class HttpServer(uvicorn.Server):
+    """uvicorn server with this project's connections and limits.
 
-    def __init__(self, service: Service, header_timeout: float | None = None) -> None:
-        limits = service.settings.limits
+    Args:
+        app: ASGI application.
+        settings: of the server.
+        header_timeout: seconds until the headers must have arrived. Default None = that of the settings.
+    """
+
+    def __init__(self, app: ASGIApp, settings: ServerSettings, header_timeout: float | None = None) -> None:
+        limits = settings.limits
         self.connection_limit = ConnectionLimit.from_process_limits(make_throttled_logger(__name__))
         attributes = {
             "header_timeout": header_timeout or limits.header_timeout,
@@ -46,7 +54,7 @@ class ModelServer(uvicorn.Server):
         }
         protocol = type("Connection", (Connection,), attributes)
         config = uvicorn.Config(
-            create_app(service),
+            app,
             http=protocol,
             loop="asyncio",
             ws="none",
@@ -59,11 +67,7 @@ class ModelServer(uvicorn.Server):
             h11_max_incomplete_event_size=limits.max_header_bytes + limits.max_target_bytes + HEADER_SLACK_BYTES,
         )
         super().__init__(config)
-        self.service = service
-        self.load_error: Exception | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._drain_task: asyncio.Task[None] | None = None
-        self._load_thread: threading.Thread | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
@@ -72,6 +76,24 @@ class ModelServer(uvicorn.Server):
         for sock in sockets or []:
             # asyncio sets the kernel's queue to the accepts per turn, which is too short for a burst.
             sock.listen(LISTEN_BACKLOG)
+
+    def _handle_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Log an error of the event loop. asyncio repeats a failed accept, so that its warning is throttled."""
+        if context["message"] == "socket.accept() out of system resource":
+            self.connection_limit.log.warning("connections cannot be accepted: %s", context["exception"])
+        else:
+            loop.default_exception_handler(context)
+
+
+class ModelServer(HttpServer):
+    """Server of one service. It runs until a signal, or until loading the model fails."""
+
+    def __init__(self, service: Service, header_timeout: float | None = None) -> None:
+        super().__init__(create_app(service), service.settings, header_timeout)
+        self.service = service
+        self.load_error: Exception | None = None
+        self._drain_task: asyncio.Task[None] | None = None
+        self._load_thread: threading.Thread | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Drain at the first signal, abort at the second. uvicorn's handler would end the process by the signal."""
@@ -105,13 +127,6 @@ class ModelServer(uvicorn.Server):
         except Exception as error:  # `serve` raises it again
             self.load_error = error
             self.should_exit = True
-
-    def _handle_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Log an error of the event loop. asyncio repeats a failed accept, so that its warning is throttled."""
-        if context["message"] == "socket.accept() out of system resource":
-            self.connection_limit.log.warning("connections cannot be accepted: %s", context["exception"])
-        else:
-            loop.default_exception_handler(context)
 
     def _start_drain(self) -> None:
         self._drain_task = asyncio.ensure_future(self._drain_and_exit())

@@ -70,6 +70,11 @@ ENGINE = EngineTable(
         "per_request_spec_metrics": no_flag("responses have draft_n and draft_n_accepted in timings"),
         "allowed_host": no_flag("see --cors-origins, or give an API key"),
         "protect_metrics": no_flag("close /metrics in a proxy; llama-server has it with --metrics"),
+        "tensor_parallel_size": no_flag("see --split-mode and --tensor-split"),
+        "replicas": no_flag("start several servers behind a proxy"),
+        "max_replicas": no_flag("the orchestrator scales"),
+        "replica_load": no_flag("the orchestrator scales"),
+        "traces": no_flag("it sends no hidden states"),
         "no_vllm_metrics": no_flag("llama-server reports metrics of its own with --metrics"),
     },
 )

@@ -63,6 +63,11 @@ ENGINE = EngineTable(
         "per_request_spec_metrics": no_flag("responses of /generate have figures of speculation in meta_info"),
         "allowed_host": no_flag("put a proxy in front, or give an API key"),
         "protect_metrics": no_flag("close /metrics in a proxy; SGLang has it with --enable-metrics"),
+        "tensor_parallel_size": ServerFlag("--tp-size"),
+        "replicas": no_flag("start several servers behind its gateway"),
+        "max_replicas": no_flag("the orchestrator scales"),
+        "replica_load": no_flag("the orchestrator scales"),
+        "traces": no_flag("it sends hidden states with --enable-return-hidden-states"),
         "no_vllm_metrics": no_flag("SGLang reports metrics of its own with --enable-metrics"),
     },
 )

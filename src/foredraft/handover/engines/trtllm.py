@@ -52,6 +52,11 @@ ENGINE = EngineTable(
         "per_request_spec_metrics": no_flag("/metrics has the figures of the iterations"),
         "allowed_host": no_flag("put a proxy in front"),
         "protect_metrics": no_flag("close /metrics in a proxy"),
+        "tensor_parallel_size": ServerFlag("--tp_size"),
+        "replicas": no_flag("start several servers behind a proxy"),
+        "max_replicas": no_flag("the orchestrator scales"),
+        "replica_load": no_flag("the orchestrator scales"),
+        "traces": no_flag("it sends no hidden states"),
         "no_vllm_metrics": no_flag("TensorRT-LLM reports metrics of its own"),
     },
 )

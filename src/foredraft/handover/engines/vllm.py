@@ -62,6 +62,11 @@ ENGINE = EngineTable(
         "strict_max_tokens": no_flag("vLLM always refuses a request that exceeds the context"),
         "allowed_host": no_flag("put a proxy in front, or give an API key"),
         "protect_metrics": no_flag("/metrics of vLLM needs no key; close it in a proxy"),
+        "tensor_parallel_size": ServerFlag("--tensor-parallel-size", argument="tensor_parallel_size"),
+        "replicas": no_flag("start several servers behind a proxy, or use --format ray"),
+        "max_replicas": no_flag("the orchestrator scales"),
+        "replica_load": no_flag("the orchestrator scales"),
+        "traces": no_flag("see --speculative-config with the method extract_hidden_states"),
         "no_vllm_metrics": no_flag("vLLM reports its own metrics"),
     },
 )
