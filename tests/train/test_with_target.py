@@ -94,7 +94,10 @@ def test_config_and_export_name_the_trained_target(folder, settings):
     assert find_named_target(made) == str(made / "target")
     target = read_target(find_named_target(made))
     said = export(read(made, target.info), "medusa", folder / "exported", target)
-    assert f"{made / 'target'}" in said.command
+    if "own_head" in settings:  # vLLM loads no heads on the target's matrix, so there is no command
+        assert said.command is None
+    else:
+        assert f"{made / 'target'}" in said.command
     exported = json.loads((folder / "exported" / "config.json").read_text())
     assert exported["foredraft_target"] == {"name": "target", "digest": digest(made / "target")}
     config = json.loads((made / "target" / "config.json").read_text())
