@@ -64,6 +64,8 @@ def test_every_line_has_its_own_result_or_error(run, tmp_path):
         ('"x"\n', ("--field", "top_p"), "--field takes KEY=VALUE"),
         ('"x"\n', ("--spec-method", "ngram,draft_model"), "a batch drafts with one method"),
         ('"x"\n', ("--kv-memory", "much"), "--kv-memory takes a size"),
+        ('"x"\n', ("--spec-tokens", "0"), "a batch without drafts has --spec-method none"),
+        ('"x"\n', ("--replicas", "2"), "--replicas is for --ray"),
     ],
 )
 def test_mistakes_are_one_line_before_a_model_is_loaded(run, tmp_path, content, args, message):

@@ -139,6 +139,8 @@ def test_a_table_is_counted(run, small, tmp_path):
         (["medusa", "-d", "x", "--set", "lora_modules=q,"], "error: the training option lora_modules takes names with"),
         (["draft_model", "-d", "x", "--steps", "0"], "error: --steps must be at least 1, got 0"),
         (["draft_model", "-d", "x", "--batch-tokens", "9"], "error: a step of 9 tokens holds no row of 256;"),
+        (["medusa", "-d", "x", "--target-key", "k"], "error: --target-key goes with --target-url"),
+        (["medusa", "-d", "x", "--target-url", "host:8000"], "error: --target-url takes an address such as"),
         (["draft_model", "-d", "x", "--optimizer", "sgd"], "error: unknown value 'sgd'; use one of adamw, muon"),
     ],
 )

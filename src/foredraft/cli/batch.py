@@ -179,6 +179,8 @@ def batch(ctx: typer.Context, options: BatchOptions) -> None:
     backend: CliBackend = ctx.obj or CliBackend()
     method = resolve_single_method(options, backend, "a batch")
     kv_memory = None if options.kv_memory is None else parse_size(options.kv_memory)
+    if options.draft_length == 0:
+        raise UsageError("--spec-tokens 0 is for one call; a batch without drafts has --spec-method none")
     if options.replicas is not None and not options.ray:
         raise UsageError("--replicas is for --ray; add it, or leave --replicas out")
     try:

@@ -271,6 +271,8 @@ def build_checked_plan(options: TrainOptions) -> "TrainPlan":
     from foredraft.errors import ForedraftError
     from foredraft.train.settings import find_trainable, parse_train_config, require_training
 
+    if options.target_key is not None and options.target_url is None:
+        raise UsageError("--target-key goes with --target-url; give both, or leave it out")
     plan = options.build_plan()
     try:
         plan.check()
