@@ -15,7 +15,6 @@ from foredraft.cli.serve import (
     ServeOptions,
     build_settings,
     build_worker_limits,
-    parse_size,
     resolve_options,
     serve,
 )
@@ -39,7 +38,7 @@ def app(args: Mapping[str, Any]) -> Any:
             raise UsageError(f"the option {name!r} is Ray's: give it in http_options of the configuration of Ray Serve")
     options = resolve_options(ServeOptions(**parse_named_options(serve, args)))
     settings = build_settings(options)
-    kv_memory = None if options.kv_memory is None else parse_size(options.kv_memory)
+    kv_memory = options.kv_bytes
     loader = ModelLoader(options, resolve_single_method(options, CliBackend(), "a server"), kv_memory)
     spec = build_replica_spec(options, settings, build_worker_limits(options), loader, options.max_batch)
     from foredraft.ray_serve.deployments import build_app

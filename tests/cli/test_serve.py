@@ -5,7 +5,8 @@ import sys
 import pytest
 
 from foredraft.cli.backend import resolve_single_method
-from foredraft.cli.serve import API_KEY_VARIABLE, ServeOptions, build_settings, parse_size, read_model_names
+from foredraft.cli.engine_options import parse_size
+from foredraft.cli.serve import API_KEY_VARIABLE, ServeOptions, build_settings, read_model_names
 from foredraft.cli.shell import UsageError
 from tests.support.cli_fakes import FakeBackend
 

@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foredraft.cli.backend import CliBackend, load_llm, resolve_single_method
+from foredraft.cli.engine_options import LOAD_PANEL, EngineOptions
 from foredraft.cli.options import ModelOptions, _make_option, _parse_value, with_options
 from foredraft.cli.progress import ProgressBar
 from foredraft.cli.render import make_console
-from foredraft.cli.serve import parse_size, read_model_name
+from foredraft.cli.serve import read_model_name
 from foredraft.cli.shell import UsageError, print_line
 from foredraft.cli.speculative_config import read_speculative_config
 from foredraft.errors import ForedraftError, format_install_command
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from foredraft.batch.line import BatchInput, BatchLine, LineFormat
     from foredraft.batch.processor import LineProcessor
 
-REQUEST_PANEL, LOAD_PANEL, CLUSTER_PANEL = "Requests", "Load", "Cluster"
+REQUEST_PANEL, CLUSTER_PANEL = "Requests", "Cluster"
 PLAIN_FIELDS = {"temperature": 0.0, "max_tokens": 128}  # of plain prompts, as in `foredraft generate`
 BLOCK_LINES = 8  # lines of a block on a cluster for each request that runs at a time: a block ends with few
 PROGRESS_PARTS = 20  # without a terminal, a line is printed after each twentieth of the lines
@@ -44,7 +45,7 @@ NEUTRAL_OPTIONS = frozenset(
 
 
 @dataclass(frozen=True, kw_only=True)
-class BatchOptions(ModelOptions):
+class BatchOptions(EngineOptions):
     """Options of `foredraft batch`."""
 
     source: Annotated[
@@ -96,20 +97,6 @@ class BatchOptions(ModelOptions):
     unordered: Annotated[
         bool, _make_option("Write results as they come, not in the order of the requests.", "--unordered")
     ] = False
-    max_batch: Annotated[
-        int,
-        typer.Option(
-            "--max-batch",
-            "--max-num-seqs",
-            help="Most requests that run at the same time.",
-            rich_help_panel=LOAD_PANEL,
-            min=1,
-        ),
-    ] = 32
-    kv_memory: Annotated[
-        str | None,
-        _make_option("Memory of the KV cache, such as 2GiB. Default: a quarter of the free memory.", panel=LOAD_PANEL),
-    ] = None
     threads: Annotated[
         int | None,
         typer.Option(
@@ -178,7 +165,7 @@ def batch(ctx: typer.Context, options: BatchOptions) -> None:
     options = read_speculative_config(options)
     backend: CliBackend = ctx.obj or CliBackend()
     method = resolve_single_method(options, backend, "a batch")
-    kv_memory = None if options.kv_memory is None else parse_size(options.kv_memory)
+    kv_memory = options.kv_bytes
     if options.draft_length == 0:
         raise UsageError("--spec-tokens 0 is for one call; a batch without drafts has --spec-method none")
     if options.replicas is not None and not options.ray:

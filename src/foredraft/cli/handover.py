@@ -14,7 +14,7 @@ import typer
 from foredraft import zoo
 from foredraft.cli.backend import CliBackend, build_drafter_spec, resolve_single_method, silence_transformers
 from foredraft.cli.options import METHOD_SEPARATOR, NONE, ModelOptions, _make_option, with_options
-from foredraft.cli.serve import ServeOptions, apply_positional, build_settings, parse_size, read_model_names
+from foredraft.cli.serve import ServeOptions, apply_positional, build_settings, read_model_names
 from foredraft.cli.shell import Command, UsageError, print_line
 from foredraft.cli.speculative_config import read_speculative_config
 
@@ -202,5 +202,5 @@ def list_given(options: HandoverOptions) -> dict[str, Any]:
     if names != (find_target(options),):  # other engines take the target's path, as it is given
         given["served_model_name"] = list(names)
     if options.kv_memory is not None:
-        given["kv_memory"] = parse_size(options.kv_memory)
+        given["kv_memory"] = options.kv_bytes
     return given

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from foredraft.cli.options import ModelOptions
+from foredraft.cli.engine_options import EngineOptions
 from foredraft.cli.shell import UsageError
 from foredraft.errors import ForedraftError, format_install_command
 
@@ -26,7 +26,7 @@ THREADS_VARIABLE = "OMP_NUM_THREADS"
 
 
 @dataclass(frozen=True)
-class ReplicaOptions(ModelOptions):
+class ReplicaOptions(EngineOptions):
     """Options of the replicas."""
 
     replicas: Annotated[

@@ -6,7 +6,6 @@ This file turns options into settings and loads the model; the server is in `for
 import ipaddress
 import logging
 import os
-import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from foredraft.cli.backend import CliBackend, load_llm, resolve_single_method
+from foredraft.cli.engine_options import LOAD_PANEL
 from foredraft.cli.options import AUTO, NONE, _make_option, with_options
 from foredraft.cli.prompts import read_template_file
 from foredraft.cli.replicas import ReplicaOptions, build_replica_spec, serve_replicas
@@ -26,10 +26,9 @@ if TYPE_CHECKING:
     from foredraft.llm import LLM
     from foredraft.server.settings import ServerSettings
 
-SERVER_PANEL, LOAD_PANEL = "Server", "Load"
+SERVER_PANEL = "Server"
 API_KEY_VARIABLE = "FOREDRAFT_API_KEY"
 INSTALL_ERROR = f"foredraft serve needs FastAPI, uvicorn and prometheus-client: {format_install_command('serve')}"
-_SIZE_PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(?:i?B)?|B)?\s*", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -119,16 +118,6 @@ class ServeOptions(ReplicaOptions):
         _make_option("Report metrics without vLLM's names for them.", "--no-vllm-metrics", panel=SERVER_PANEL),
     ] = False
 
-    max_batch: Annotated[
-        int,
-        typer.Option(
-            "--max-batch",
-            "--max-num-seqs",
-            help="Most requests that run at the same time.",
-            rich_help_panel=LOAD_PANEL,
-            min=1,
-        ),
-    ] = 32
     max_step_tokens: Annotated[
         int,
         typer.Option(
@@ -143,10 +132,6 @@ class ServeOptions(ReplicaOptions):
         int,
         typer.Option(help="Most prompt tokens of one request in a forward pass.", rich_help_panel=LOAD_PANEL, min=1),
     ] = 512
-    kv_memory: Annotated[
-        str | None,
-        _make_option("Memory of the KV cache, such as 2GiB. Default: a quarter of the free memory.", panel=LOAD_PANEL),
-    ] = None
     no_prefix_cache: Annotated[
         bool,
         _make_option("Do not reuse computed prompts in later requests.", "--no-prefix-cache", panel=LOAD_PANEL),
@@ -183,7 +168,7 @@ def serve(ctx: typer.Context, options: ServeOptions) -> None:
     options = resolve_options(options)
     backend: CliBackend = ctx.obj or CliBackend()
     settings = build_settings(options)
-    kv_memory = None if options.kv_memory is None else parse_size(options.kv_memory)
+    kv_memory = options.kv_bytes
     method = resolve_single_method(options, backend, "a server")
     try:
         from foredraft.server.lifecycle import listen
@@ -317,22 +302,6 @@ def read_model_name(model: str | None) -> str:
         return "builtin"
     folder = Path(model).expanduser()
     return folder.resolve().name if folder.is_dir() else model
-
-
-def parse_size(text: str) -> int:
-    """Return the bytes of a size such as 2GiB, 512M or 1.5g.
-
-    Args:
-        text: number with an optional unit, a power of 1024 in upper or lower case.
-
-    Raises:
-        UsageError: the text is no size, or less than one byte.
-    """
-    match = _SIZE_PATTERN.fullmatch(text)
-    size = 0 if match is None else int(float(match[1]) * 1024 ** " KMGT".index((match[2] or " ").upper()))
-    if size < 1:
-        raise UsageError(f"--kv-memory takes a size such as 2GiB or 512M, got {text!r}")
-    return size
 
 
 def _read_template(name: str | None) -> str | None:
