@@ -10,6 +10,8 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -39,79 +41,87 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def load(folder: str) -> tuple[LLM, int]:
-    llm = LLM(folder, None, tensor_parallel_size=2)
-    [pid] = llm.target.group.process_ids
-    assert is_running(pid)
-    return llm, pid
+def wait_for_end(pid: int) -> None:
+    """Wait until a process has ended, for at most 10 seconds."""
+    for _ in range(100):
+        if not is_running(pid):
+            return
+        threading.Event().wait(0.1)
+    raise AssertionError(f"process {pid} runs")
+
+
+@contextmanager
+def load(folder: str) -> Iterator[tuple[LLM, int]]:
+    """A target in two processes. They end with the block, also if the test fails: others need the process group."""
+    with LLM(folder, None, tensor_parallel_size=2) as llm:
+        [pid] = llm.target.group.process_ids
+        assert is_running(pid)
+        yield llm, pid
 
 
 def test_a_killed_rank_ends_a_stream_with_one_line(target_folder: str) -> None:
-    llm, pid = load(target_folder)
-    stream = llm.stream([[5, 9]], LONG)
-    next(stream)
-    os.kill(pid, signal.SIGKILL)
-    line = rf"^rank 1 of 2 \(process {pid}\) was killed by SIGKILL, and .*; make a new LLM, or restart the command$"
-    with pytest.raises(TargetLostError, match=line):
-        list(stream)
-    with pytest.raises(TargetLostError, match="SIGKILL"):
-        llm.generate([[5, 9]], LONG)
-    assert not is_running(pid)
-    llm.close()
+    with load(target_folder) as (llm, pid):
+        stream = llm.stream([[5, 9]], LONG)
+        next(stream)
+        os.kill(pid, signal.SIGKILL)
+        line = rf"^rank 1 of 2 \(process {pid}\) was killed by SIGKILL, and .*; make a new LLM, or restart the command$"
+        with pytest.raises(TargetLostError, match=line):
+            list(stream)
+        with pytest.raises(TargetLostError, match="SIGKILL"):
+            llm.generate([[5, 9]], LONG)
+        assert not is_running(pid)
 
 
 def test_a_rank_that_is_killed_inside_a_pass_ends_it(target_folder: str) -> None:
     """This process then waits in a collective, not for a message."""
-    llm, pid = load(target_folder)
-    os.kill(pid, signal.SIGSTOP)  # so that the pass has surely begun
-    killer = threading.Timer(0.5, os.kill, (pid, signal.SIGKILL))
-    killer.start()
-    batch = ForwardBatch.from_spans([Span([1], 0, [5, 9], range(2))], 16, "cpu")
-    with pytest.raises(TargetLostError, match="SIGKILL"):
-        llm.target.forward(batch)
-    killer.join()
-    llm.close()
+    with load(target_folder) as (llm, pid):
+        os.kill(pid, signal.SIGSTOP)  # so that the pass has surely begun
+        killer = threading.Timer(0.5, os.kill, (pid, signal.SIGKILL))
+        killer.start()
+        batch = ForwardBatch.from_spans([Span([1], 0, [5, 9], range(2))], 16, "cpu")
+        with pytest.raises(TargetLostError, match="SIGKILL"):
+            llm.target.forward(batch)
+        killer.join()
 
 
 def test_a_worker_ends_all_requests_with_the_line_and_is_unhealthy(target_folder: str) -> None:
-    llm, pid = load(target_folder)
+    with load(target_folder) as (llm, pid):
 
-    async def ask(worker: Worker) -> list[str | None]:
-        streams = [await worker.submit(llm.prepare(prompt, LONG)) for prompt in ([5, 9], [44, 2])]
-        await anext(aiter(streams[0]))
-        os.kill(pid, signal.SIGKILL)
-        return [completion.error for stream in streams for completion in await stream.read_completions()]
+        async def ask(worker: Worker) -> list[str | None]:
+            streams = [await worker.submit(llm.prepare(prompt, LONG)) for prompt in ([5, 9], [44, 2])]
+            await anext(aiter(streams[0]))
+            os.kill(pid, signal.SIGKILL)
+            return [completion.error for stream in streams for completion in await stream.read_completions()]
 
-    worker = Worker(llm)
-    worker.start()
-    errors = asyncio.run(ask(worker))
-    assert not worker.is_healthy
-    worker.stop()
-    assert len(set(errors)) == 1
-    assert "rank 1 of 2" in str(errors[0])
-    llm.close()
+        worker = Worker(llm)
+        worker.start()
+        errors = asyncio.run(ask(worker))
+        assert not worker.is_healthy
+        worker.stop()
+        assert len(set(errors)) == 1
+        assert "rank 1 of 2" in str(errors[0])
 
 
 def test_close_ends_the_processes_and_a_copy_with_another_drafter_keeps_them(target_folder: str) -> None:
-    llm, pid = load(target_folder)
-    other = llm.with_drafter("ngram")
-    llm.close()
-    assert is_running(pid)
-    assert other.generate([[5, 9]], LONG)[0].token_ids == tiny_models.plain().generate([[5, 9]], LONG)[0].token_ids
-    other.close()
-    assert not is_running(pid)
+    with load(target_folder) as (llm, pid):
+        other = llm.with_drafter("ngram")
+        llm.close()
+        assert is_running(pid)
+        assert other.generate([[5, 9]], LONG)[0].token_ids == tiny_models.plain().generate([[5, 9]], LONG)[0].token_ids
+        other.close()
+        assert not is_running(pid)
 
 
 def test_a_failure_in_the_middle_of_a_pass_of_this_process_is_final(target_folder: str) -> None:
     """The other rank has run the pass, so a repetition would be one pass behind it."""
-    llm, pid = load(target_folder)
-    broken = ForwardBatch.build([Span([1], 0, [5, 9], range(2))], [7], 16, "cpu")  # logits of a row that does not exist
-    with pytest.raises((IndexError, TargetLostError)):
-        llm.target.forward(broken)
-    with pytest.raises(TargetLostError, match=r"rank [01] of 2"):
-        llm.generate([[5, 9]], LONG)
-    assert not is_running(pid)
-    llm.close()
+    with load(target_folder) as (llm, pid):
+        missing_row = 7
+        broken = ForwardBatch.build([Span([1], 0, [5, 9], range(2))], [missing_row], 16, "cpu")
+        with pytest.raises((IndexError, TargetLostError)):
+            llm.target.forward(broken)
+        with pytest.raises(TargetLostError, match=r"rank [01] of 2"):
+            llm.generate([[5, 9]], LONG)
+        wait_for_end(pid)
 
 
 @pytest.mark.parametrize("is_killed", [False, True])
@@ -128,11 +138,7 @@ def test_the_processes_end_with_their_program(target_folder: str, is_killed: boo
             program.kill()
         else:
             program.communicate("\n")
-    for _ in range(100):
-        if not is_running(pid):
-            break
-        threading.Event().wait(0.1)
-    assert not is_running(pid)
+    wait_for_end(pid)
     assert program.returncode == (-signal.SIGKILL if is_killed else 0)
 
 
