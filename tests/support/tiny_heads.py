@@ -18,6 +18,7 @@ from foredraft.drafters.method import DrafterContext, Method
 from foredraft.drafters.registry import load_methods
 from foredraft.train.trace import Tracer
 from tests.support import tiny_models
+from tests.support.fit_cache import fit_once
 
 TRAIN_PROMPTS = [[33], [44, 45], [50] * 5, [61, 62, 63, 64, 61, 62], [5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5, 6]]
 STEPS, LENGTH = 60, 28
@@ -79,13 +80,18 @@ class HeadCase:
         torch.manual_seed(0)
         if trainee.spec.prepare is not None:
             trainee.spec.prepare(torch.bincount(generate_texts(llm)[0].flatten(), minlength=tiny_models.VOCAB))
+        inputs = {f"{i}": parameter.reshape(-1) for i, parameter in enumerate(llm.target.model.parameters())}
+        tensors = fit_once(f"{self.method.name} {self.rate} {self.training}", inputs, lambda: self._learn(llm, trainee))
+        return Checkpoint(self.method.name, "fitted", "a fitted head", trainee.network.shape, tensors)
+
+    def _learn(self, llm: LLM, trainee: Any) -> dict[str, torch.Tensor]:
+        """Train the head for some steps; return its weights."""
         optimizer = torch.optim.Adam(trainee.network.parameters(), self.rate)
         for _ in range(STEPS):
             optimizer.zero_grad()
             trainee.compute_loss(make_trace(llm, trainee.spec.hidden_layers)).total.backward()
             optimizer.step()
-        tensors = {name: tensor.detach() for name, tensor in trainee.network.state_dict().items()}
-        return Checkpoint(self.method.name, "fitted", "a fitted head", trainee.network.shape, tensors)
+        return dict(trainee.network.state_dict())
 
     def make_drafter(self, num_tokens: int, llm: LLM | None = None, **options: Any) -> Drafter:
         """Beside a target, the tiny one in float64 if none is given."""

@@ -64,12 +64,12 @@ def test_a_checkpoint_that_does_not_fit_leaves_the_one_before(tmp_path):
     network = nn.Linear(64, 64)
     optimizer = GroupedOptimizer("adamw", [ParameterGroup.from_network(network)], 1e-3)
     checkpoints = TrainingCheckpoints(tmp_path)
-    checkpoints.save(1, {"drafter": network}, optimizer, {"loss": 1.0})
+    checkpoints.save(1, {"drafter": network}, optimizer.state_dict(), {"loss": 1.0})
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (SMALL, before[1]))
     try:
         with pytest.raises(ForedraftError, match=r"could not be written \(.*goes on from checkpoint-1") as caught:
-            checkpoints.save(2, {"drafter": network}, optimizer, {"loss": 1.0})
+            checkpoints.save(2, {"drafter": network}, optimizer.state_dict(), {"loss": 1.0})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert "\n" not in str(caught.value)

@@ -1,6 +1,5 @@
 """Copies of a transformers model with a shorter layer stack, around the same modules."""
 
-import copy
 from collections import OrderedDict
 from typing import Any
 
@@ -97,7 +96,8 @@ def _copy_module(module: Any) -> Any:
             f"the forward of {type(module).__name__} was replaced (device_map does so), so a part of it cannot run "
             "alone; load the model on one device"
         )
-    view = copy.copy(module)
+    view: Any = object.__new__(type(module))  # copy.copy calls the class, which FSDP2 replaces by one with arguments
+    view.__dict__ = dict(vars(module))
     view._modules = dict(module._modules)
     return view
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from foredraft.errors import ForedraftError
 from foredraft.files.disk import convert_write_errors
 from foredraft.train.optimizer import SavedOptimizer
+from foredraft.train.sharded_tensors import shard_like
 
 FOLDER_PREFIX = "checkpoint-"
 STATE_FILE = "state.json"
@@ -48,14 +49,14 @@ class TrainingCheckpoints:
         return None if latest is None else self.folder / f"{self.prefix}{latest}"
 
     def save(
-        self, step: int, networks: Mapping[str, nn.Module], optimizer: SavedOptimizer, metadata: dict[str, Any]
+        self, step: int, networks: Mapping[str, nn.Module], optimizer_state: Any, metadata: dict[str, Any]
     ) -> None:
         """Write a checkpoint and delete the previous one, which stays if the disk is full.
 
         Args:
             step: Number of completed steps.
             networks: Trained networks by name.
-            optimizer: Optimizer of the networks.
+            optimizer_state: `state_dict` of the optimizer.
             metadata: Further state of the caller, as JSON.
 
         Raises:
@@ -71,7 +72,7 @@ class TrainingCheckpoints:
             ):
                 partial.mkdir(parents=True)
                 save_file(tensors, partial / WEIGHTS_FILE)
-                torch.save(optimizer.state_dict(), partial / OPTIMIZER_FILE)
+                torch.save(optimizer_state, partial / OPTIMIZER_FILE)
                 (partial / STATE_FILE).write_text(json.dumps({"step": step, **metadata}, indent=1) + "\n")
         except ForedraftError:
             shutil.rmtree(partial, ignore_errors=True)
@@ -144,7 +145,7 @@ class TrainingCheckpoints:
             raise ForedraftError(f"the checkpoint {path} is of another model or drafter; give another --out")
         with torch.no_grad():
             for name, tensor in current.items():
-                tensor.copy_(weights[name])
+                tensor.copy_(shard_like(weights[name], tensor))
         return state
 
 

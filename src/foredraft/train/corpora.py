@@ -19,7 +19,7 @@ def load_documents(
     Args:
         plan: Settings of the run.
         llm: Target, which writes the documents if the plan says so.
-        distributed: Processes of the run; only the main process writes documents.
+        distributed: Processes of the run; only the main process writes them.
         log_line: Receives progress messages.
 
     Returns:
@@ -33,8 +33,10 @@ def load_documents(
     reader = DocumentReader(llm.tokenizer, llm.target.vocab_size, llm.end_ids, seq2seq)
     is_generated = bool(getattr(llm.tokenizer, "chat_template", None)) if data.generate is None else data.generate
     if is_generated:
-        writer = AnswerWriter(llm, plan.out, data.written, data.temperatures, plan.steps.seed, log_line)
-        if distributed.is_main:
+        is_shared = distributed.sharding is not None and plan.target_url is None
+        processes = distributed if is_shared else None
+        writer = AnswerWriter(llm, plan.out, data.written, data.temperatures, plan.steps.seed, log_line, processes)
+        if distributed.is_main or is_shared:
             writer.write(reader.read_prompts(data.files, data.opening))
         distributed.wait()
         documents = reader.read_documents([str(writer.file)])

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from foredraft.errors import ForedraftError, format_install_command
+from foredraft.train.sharding_settings import ShardingSettings
 
 PRECISIONS = ("auto", "bf16", "fp32")
 
@@ -24,6 +25,7 @@ class DistributedContext:
     rank: int = 0
     num_processes: int = 1
     is_mixed: bool = False  # matrix products in bfloat16; weights, gradients and updates stay float32
+    sharding: ShardingSettings | None = None  # None = every process has all weights
 
     @classmethod
     def detect(cls, device: str, precision: str) -> "DistributedContext":
@@ -34,7 +36,8 @@ class DistributedContext:
             precision: One of PRECISIONS.
 
         Raises:
-            ForedraftError: if accelerate is missing, or a value is unknown.
+            ForedraftError: if accelerate is missing, a value is unknown, or the launcher asks for a kind of sharding
+                that is not supported.
         """
         if precision not in PRECISIONS:
             raise ForedraftError(f"unknown precision {precision!r}; use one of {', '.join(PRECISIONS)}")
@@ -50,7 +53,8 @@ class DistributedContext:
         # torch.device("cpu:0") is not equal to torch.device("cpu").
         selected = torch.device("cpu") if selected.type == "cpu" else selected
         is_mixed = precision == "bf16" or (precision == "auto" and _has_bfloat16(selected))
-        return cls(selected, state.process_index, state.num_processes, is_mixed)
+        sharding = ShardingSettings.detect(state.num_processes)
+        return cls(selected, state.process_index, state.num_processes, is_mixed, sharding)
 
     @property
     def is_main(self) -> bool:
@@ -76,6 +80,12 @@ class DistributedContext:
 
             for tensor in tensors:
                 dist.broadcast(tensor, 0)
+
+    def share_number(self, value: int) -> int:
+        """Return the number of the first process."""
+        number = torch.tensor(value, device=self.device)
+        self.broadcast([number])
+        return int(number)
 
     def reduce_any(self, flag: bool) -> bool:
         """Check whether a flag is set in any process."""

@@ -1,6 +1,9 @@
 """Output of a run: the current drafter as files, and its evaluation."""
 
-from collections.abc import Mapping
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,8 @@ from foredraft.train.job import TrainJob
 from foredraft.train.publish import publish
 from foredraft.train.trace import Tracer
 from foredraft.train.with_target import TARGET_FOLDER, JointLoss, make_llm, save_target
+
+EVALUATION_FOLDER = "evaluation"  # subfolder of the run, for a drafter that several processes evaluate together
 
 
 @dataclass(frozen=True)
@@ -42,7 +47,29 @@ class DrafterOutput:
             evaluator = self._make_evaluator(self._build_target(self.joint_loss))
         with self.job.distributed.autocast():
             metrics |= evaluator.measure_loss(self.trainee.compute_loss)
-        return metrics | evaluator.measure_acceptance(lambda folder: self._write(folder, evaluator))
+        with self._make_evaluation_folder() as folder:
+            self._write(folder, evaluator)
+            self._wait()
+            return metrics | evaluator.replay(folder)
+
+    @contextlib.contextmanager
+    def _make_evaluation_folder(self) -> Iterator[Path]:
+        """Make a folder for the current drafter. Processes that evaluate together share it."""
+        if self.job.distributed.sharding is None:
+            with tempfile.TemporaryDirectory() as temporary:
+                yield Path(temporary)
+            return
+        folder = self.job.plan.out / EVALUATION_FOLDER
+        try:
+            yield folder
+        finally:
+            self._wait()
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _wait(self) -> None:
+        """Wait for the processes that evaluate together."""
+        if self.job.distributed.sharding is not None:
+            self.job.distributed.wait()
 
     def _build_target(self, joint_loss: JointLoss) -> Any:
         return joint_loss.target.build_model(self.job.llm.target.model.dtype)
@@ -54,11 +81,16 @@ class DrafterOutput:
         return self.job.make_evaluator(llm, tracer)
 
     def _write(self, folder: Path, evaluator: Evaluator) -> None:
-        """Write the current drafter, after its spec's `finish` has seen held-out documents."""
+        """Write the current drafter, after its spec's `finish` has seen held-out documents.
+
+        With a sharded target every process must call this, since `finish` needs passes; only the main process writes.
+        """
         finish = self.trainee.spec.finish
         traces = evaluator.trace_held_out() if finish is not None else []
         if finish is not None and traces:
             finish(traces)
+        if not self.job.distributed.is_main:
+            return
         target: str | None = self.job.llm.target.name
         extra_config: dict[str, Any] = {
             target_identity.NORMS_KEY: target_identity.compute_norms(evaluator.llm.target.embedding)

@@ -1,6 +1,5 @@
 """Evaluation of a drafter in training: loss on held-out documents, and replayed acceptance after held-out prompts."""
 
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -78,20 +77,6 @@ class Evaluator:
             total += count * compute_loss(trace).total.item()
             num_learnt += count
         return {"loss": round(total / num_learnt, 5)} if num_learnt else {}
-
-    def measure_acceptance(self, publish: Callable[[Path], None]) -> dict[str, Any]:
-        """Measure the acceptance of the current drafter.
-
-        Args:
-            publish: Writes the drafter into the folder that it is given.
-
-        Returns:
-            The result of `replay`.
-        """
-        with tempfile.TemporaryDirectory() as temporary:
-            folder = Path(temporary)
-            publish(folder)
-            return self.replay(folder)
 
     def replay(self, folder: Path) -> dict[str, Any]:
         """Measure the acceptance of a drafter in a folder.

@@ -14,6 +14,7 @@ from foredraft.errors import ForedraftError
 from foredraft.files.disk import convert_write_errors
 from foredraft.llm import LLM
 from foredraft.sampling.params import Sampling
+from foredraft.train.distributed import DistributedContext
 from foredraft.train.prompts import TrainPrompt, get_ids, get_source
 from foredraft.train.publish import DISK_FULL_HINT
 from foredraft.train.seq2seq_records import write_record
@@ -33,6 +34,8 @@ class AnswerWriter:
     temperatures: tuple[float, ...]  # temperatures of successive answers, in turn
     seed: int
     log_line: Callable[[str], None] = lambda line: None
+    # Processes that share the target's layers: all generate the answers, the main process writes them.
+    processes: DistributedContext | None = None
 
     @property
     def file(self) -> Path:
@@ -57,15 +60,15 @@ class AnswerWriter:
             self.log_line(
                 f"{len(prompts) - len(fitting)} of {len(prompts)} prompts are longer than {max_prompt}: left out"
             )
-        self._prepare_folder(fitting)
-        done = self._count_answers()
+        done = self._find_answers(fitting)
         if done < len(fitting):
             self.log_line(f"{self.llm.target.name} answers {len(fitting) - done} prompts into {self.file}")
         previous = -1
         for start in range(done, len(fitting), ROUND):
             lines = list(self._generate_answers(fitting, range(start, min(start + ROUND, len(fitting)))))
-            with convert_write_errors(self.folder, DISK_FULL_HINT), self.file.open("a", encoding="utf-8") as file:
-                file.write("".join(f"{line}\n" for line in lines))
+            if self._is_main:
+                with convert_write_errors(self.folder, DISK_FULL_HINT), self.file.open("a", encoding="utf-8") as file:
+                    file.write("".join(f"{line}\n" for line in lines))
             progress = PROGRESS_MESSAGES * (start + len(lines)) // len(fitting)
             if progress != previous:
                 self.log_line(f"{start + len(lines)} of {len(fitting)} prompts answered")
@@ -83,6 +86,18 @@ class AnswerWriter:
         batch = [prompts[i] for i in indices]
         for prompt, answer in zip(batch, self.llm.generate(batch, samplings), strict=True):
             yield json.dumps(write_record(prompt, answer.token_ids) | {"text": answer.text})
+
+    def _find_answers(self, prompts: Sequence[TrainPrompt]) -> int:
+        """Return the number of answers in the file, which the main process prepares."""
+        count = 0
+        if self._is_main:
+            self._prepare_folder(prompts)
+            count = self._count_answers()
+        return count if self.processes is None else self.processes.share_number(count)
+
+    @property
+    def _is_main(self) -> bool:
+        return self.processes is None or self.processes.is_main
 
     def _prepare_folder(self, prompts: Sequence[TrainPrompt]) -> None:
         """Write the header of the answers file, or check that it is that of these prompts."""

@@ -4,17 +4,18 @@ The rows and the random numbers of a step depend only on its number and the seed
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import nn
 
-from foredraft.drafters.losses import Losses, Trace
+from foredraft.drafters.losses import Trace
 from foredraft.errors import ForedraftError
 from foredraft.train.distributed import DistributedContext
 from foredraft.train.optimizer import GroupedOptimizer
+from foredraft.train.placement import WeightPlacement
 from foredraft.train.windows import RowOrder
 
 # A step's random seed in a process is (seed * SEED_STRIDE + step) * STEP_STRIDE + rank.
@@ -52,10 +53,10 @@ class Learner:
 
     distributed: DistributedContext
     networks: Mapping[str, nn.Module]  # networks whose state a checkpoint holds
-    compute_loss: Callable[[Trace, float], Losses]  # from the trace of one pass and the share of the run that is done
     source: TraceSource
     order: RowOrder
     optimizer: GroupedOptimizer
+    placement: WeightPlacement
     batch: BatchConfig
     seed: int
 
@@ -81,7 +82,7 @@ class Learner:
             trace = self.source.read(rows[first : first + size], step)
             num_tokens += trace.tokens[:, 1:].numel() * distributed.num_processes
             with distributed.autocast():
-                losses = self.compute_loss(trace, progress)
+                losses = self.placement.compute_loss(trace, progress)
             num_learnt = float(trace.mask.sum())
             (losses.total * num_learnt).backward()  # type: ignore[no-untyped-call]
             values = {**losses.components, "loss": losses.total.item(), "learnt": 1.0}
@@ -101,8 +102,8 @@ class Learner:
         total = dict(zip(names, values.tolist(), strict=True))
         num_learnt = max(total.pop("learnt"), 1.0)
         for parameter in self.optimizer.parameters:
-            if parameter.grad is None:  # every process must take part in all_reduce
+            if parameter.grad is None:  # every process must take part in the sum
                 parameter.grad = torch.zeros_like(parameter)
-            self.distributed.all_reduce(parameter.grad)
+            self.placement.sum_gradient(parameter.grad)
             parameter.grad /= num_learnt
         return {name: value / num_learnt for name, value in total.items()}

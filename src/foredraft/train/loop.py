@@ -146,21 +146,35 @@ class TrainLoop:
         self.on_step(TrainStatus(self.step, self.steps, self.smoothed_loss, speed, seconds_left, self.eval_metrics))
 
     def _measure(self) -> None:
-        """Evaluate between steps. Only the main process evaluates; the others wait."""
-        if self.learner.distributed.is_main:
-            with _switch_to_eval(self.learner.networks.values()):
+        """Evaluate between steps."""
+        with self._use_whole_weights() as takes_part:
+            if takes_part:
                 self.eval_metrics = self.output.measure()
-            if self.eval_metrics:
-                self.metrics_writer.record(self.step, {"eval": dict(self.eval_metrics)})
+        if self.learner.distributed.is_main and self.eval_metrics:
+            self.metrics_writer.record(self.step, {"eval": dict(self.eval_metrics)})
         self.learner.distributed.wait()
 
     def _save(self) -> None:
-        if self.learner.distributed.is_main:
-            with _switch_to_eval(self.learner.networks.values()):
+        learner = self.learner
+        optimizer_state = learner.optimizer.state_dict()
+        with self._use_whole_weights() as takes_part:
+            if takes_part:
                 self.output.publish()
-            metadata = {"loss": self.smoothed_loss, "steps": self.steps}
-            self.checkpoints.save(self.step, self.learner.networks, self.learner.optimizer, metadata)
-        self.learner.distributed.wait()
+            if learner.distributed.is_main:
+                metadata = {"loss": self.smoothed_loss, "steps": self.steps}
+                self.checkpoints.save(self.step, learner.networks, optimizer_state, metadata)
+        learner.distributed.wait()
+
+    @contextmanager
+    def _use_whole_weights(self) -> Iterator[bool]:
+        """Gather the weights for evaluation or saving.
+
+        Yields:
+            Whether this process takes part. Without sharding, the others wait for the main process.
+        """
+        learner = self.learner
+        with learner.placement.gather(), _switch_to_eval(learner.networks.values()):
+            yield learner.distributed.is_main or learner.placement.is_sharded
 
     def _should_stop(self, first_step: int, timing: StepTimer, is_signalled: bool) -> bool:
         config, done = self.loop_config, self.step - first_step

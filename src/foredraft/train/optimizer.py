@@ -111,14 +111,18 @@ class GroupedOptimizer:
         Returns:
             Norm of the gradient before clipping.
         """
-        norm = nn.utils.clip_grad_norm_(self.parameters, clip)
+        norm = self.clip_gradients(clip)
         for optimizer, group in zip(self.optimizers, self._groups, strict=True):
             rate = group.rate_scale if progress >= group.start else 0.0
             for entry in optimizer.param_groups:
                 entry["lr"] = self.learning_rate * scale * rate
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        return float(norm)
+        return norm
+
+    def clip_gradients(self, max_norm: float) -> float:
+        """Clip all gradients together. Returns their norm before."""
+        return float(nn.utils.clip_grad_norm_(self.parameters, max_norm))
 
     def state_dict(self) -> list[dict[str, Any]]:
         return [optimizer.state_dict() for optimizer in self.optimizers]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from foredraft.drafters.losses import Trace
+from foredraft.drafters.losses import Losses, Trace
 from foredraft.drafters.method import Method
 from foredraft.drafters.trainee import Trainee
 from foredraft.errors import ForedraftError
@@ -26,10 +26,13 @@ from foredraft.train.loop import LoopConfig, TrainLoop, TrainStatus
 from foredraft.train.metrics import MetricsWriter
 from foredraft.train.on_policy import OnPolicySource
 from foredraft.train.optimizer import GroupedOptimizer, LearningRateSchedule, ParameterGroup
+from foredraft.train.placement import ReplicatedWeights, ShardedWeights, WeightPlacement
 from foredraft.train.remote.client import TargetClient
 from foredraft.train.remote.llm import RemoteLLM
 from foredraft.train.remote.tracer import make_tracer
 from foredraft.train.settings import find_trainable, parse_train_config, require_training
+from foredraft.train.sharded_optimizer import ShardedOptimizer
+from foredraft.train.sharded_target import load_sharded_target
 from foredraft.train.start import create_trainee
 from foredraft.train.timing import Clock
 from foredraft.train.trace import Tracer, choose_top
@@ -78,6 +81,8 @@ def train(
     training = require_training(method)
     config = parse_train_config(training, plan.settings or {})
     distributed = DistributedContext.detect(plan.device, plan.precision)
+    if distributed.sharding is not None:
+        _check_shardable(plan)
     if not distributed.is_main:
         log_line, on_step = _ignore, _ignore
     llm = _load_target(plan, distributed)
@@ -97,8 +102,18 @@ def train(
     return _train_by_gradients(job, on_step, clock)
 
 
+def _check_shardable(plan: TrainPlan) -> None:
+    """Raise ForedraftError for settings that need whole weights."""
+    if plan.steps.optimizer == "muon":
+        raise ForedraftError("muon needs whole matrices, and --use_fsdp shards them; give --optimizer adamw")
+    if plan.data.cache is not None and plan.target_url is None:
+        raise ForedraftError("one process fills the cache, and --use_fsdp shards the target; leave --cache out")
+
+
 def _load_target(plan: TrainPlan, distributed: DistributedContext) -> LLM:
-    """Load the target, or its tables if it runs on a server."""
+    """Load the target, its part in this process, or its tables if it runs on a server."""
+    if plan.target_url is None and distributed.sharding is not None:
+        return load_sharded_target(plan.model, plan.dtype, distributed, distributed.sharding)
     if plan.target_url is None:
         return LLM(plan.model, None, dtype=plan.dtype, device=distributed.device)
     client = TargetClient(plan.target_url, plan.target_key)
@@ -199,6 +214,8 @@ def _make_joint_loss(job: TrainJob, trainee: Trainee) -> JointLoss | None:
         )
     if job.plan.target_url is not None:
         raise ForedraftError("a target that is trained too must be here, not on a server; leave --target-url out")
+    if job.distributed.sharding is not None:
+        raise ForedraftError("a target that is trained too is not sharded; launch without --use_fsdp")
     if job.plan.data.cache is not None:
         raise ForedraftError("a target that is trained too has no fixed traces to cache; leave --cache out")
     target = TrainableTarget.from_model(
@@ -211,14 +228,17 @@ def _make_learner(
     job: TrainJob, trainee: Trainee, joint_loss: JointLoss | None, windows: TokenWindows, tracer: Tracer
 ) -> Learner:
     steps = job.plan.steps
-    networks, groups = _prepare_networks(job.distributed, trainee, joint_loss)
+    networks = _prepare_networks(job.distributed, trainee, joint_loss)
+    placement = _place_weights(job.distributed, trainee, joint_loss)
+    make_optimizer = ShardedOptimizer if placement.is_sharded else GroupedOptimizer
+    groups = _group_parameters(trainee, joint_loss)
     return Learner(
         distributed=job.distributed,
         networks=networks,
-        compute_loss=joint_loss or (lambda trace, progress: trainee.compute_loss(trace)),
-        source=_make_source(job, trainee, windows, tracer),
+        source=_make_source(job, trainee, windows, tracer, placement),
         order=RowOrder(len(windows), steps.seed),
-        optimizer=GroupedOptimizer(steps.optimizer, groups, steps.learning_rate, steps.weight_decay),
+        optimizer=make_optimizer(steps.optimizer, groups, steps.learning_rate, steps.weight_decay),
+        placement=placement,
         batch=BatchConfig(_count_rows(job), steps.parts, steps.clip),
         seed=steps.seed,
     )
@@ -226,7 +246,7 @@ def _make_learner(
 
 def _prepare_networks(
     distributed: DistributedContext, trainee: Trainee, joint_loss: JointLoss | None
-) -> tuple[dict[str, nn.Module], list[ParameterGroup]]:
+) -> dict[str, nn.Module]:
     """Move the trained networks to the device, in float32, with equal weights in every process."""
     networks: dict[str, nn.Module] = {"drafter": trainee.network.to(distributed.device).train()}
     if joint_loss is not None:
@@ -236,14 +256,29 @@ def _prepare_networks(
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()
         distributed.broadcast(tensor.data for tensor in network.state_dict().values())
+    return networks
+
+
+def _place_weights(distributed: DistributedContext, trainee: Trainee, joint_loss: JointLoss | None) -> WeightPlacement:
+    def compute_loss(trace: Trace, progress: float) -> Losses:
+        return trainee.compute_loss(trace) if joint_loss is None else joint_loss(trace, progress)
+
+    if distributed.sharding is None:
+        return ReplicatedWeights(distributed, compute_loss)
+    return ShardedWeights.shard(trainee.network, compute_loss, distributed, distributed.sharding)
+
+
+def _group_parameters(trainee: Trainee, joint_loss: JointLoss | None) -> list[ParameterGroup]:
     groups = [ParameterGroup.from_network(trainee.network)]
     if joint_loss is not None:
         joint = joint_loss.joint
         groups.append(ParameterGroup.from_network(joint_loss.target.model, joint.rate, joint.warmup))
-    return networks, groups
+    return groups
 
 
-def _make_source(job: TrainJob, trainee: Trainee, windows: TokenWindows, tracer: Tracer) -> TraceSource:
+def _make_source(
+    job: TrainJob, trainee: Trainee, windows: TokenWindows, tracer: Tracer, placement: WeightPlacement
+) -> TraceSource:
     plan, on_policy = job.plan, trainee.spec.on_policy
     if plan.data.cache is not None:
         cache = TraceCache(Path(plan.data.cache), windows, tracer, {
@@ -257,7 +292,13 @@ def _make_source(job: TrainJob, trainee: Trainee, windows: TokenWindows, tracer:
     source = OnlineTraceSource(windows, tracer)
     if on_policy is None:
         return source
-    return OnPolicySource(source, windows, tracer, on_policy.share, plan.steps.seed, on_policy.make_policy)
+    make_policy = on_policy.make_policy
+
+    def make_whole_policy() -> Any:
+        with placement.gather():
+            return make_policy()
+
+    return OnPolicySource(source, windows, tracer, on_policy.share, plan.steps.seed, make_whole_policy)
 
 
 @dataclass(frozen=True)

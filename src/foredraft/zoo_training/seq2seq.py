@@ -228,7 +228,7 @@ def _advance(job: Seq2SeqJob, is_signalled: Callable[[], bool]) -> T5ForConditio
                 log.write(json.dumps(row) + "\n")
         is_stopped = is_signalled()
         if is_stopped or (step + 1) % recipe.checkpoint_every == 0 or step + 1 == recipe.steps:
-            job.checkpoints.save(step + 1, {"model": model}, optimizer, {"loss": smooth})
+            job.checkpoints.save(step + 1, {"model": model}, optimizer.state_dict(), {"loss": smooth})
         job.progress(step + 1, recipe.steps, smooth)
         if is_stopped:
             raise KeyboardInterrupt

@@ -289,7 +289,7 @@ def _save(run: PretrainingRun, state: PretrainingState, checkpoints: TrainingChe
         "layers": state.num_layers,
         "batch_tokens": run.recipe.batch_tokens,
     }
-    checkpoints.save(state.step, {"model": state.model}, state.optimizer, metadata)
+    checkpoints.save(state.step, {"model": state.model}, state.optimizer.state_dict(), metadata)
 
 
 def _load(run: PretrainingRun, checkpoints: TrainingCheckpoints) -> PretrainingState | None:
