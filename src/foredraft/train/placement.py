@@ -18,7 +18,7 @@ ComputeLoss = Callable[[Trace, float], Losses]  # from a trace and the share of 
 
 
 class WeightPlacement(Protocol):
-    """Where the trained weights are, and how gradients are summed."""
+    """Placement of the trained weights, and the sum of their gradients."""
 
     @property
     def is_sharded(self) -> bool:
