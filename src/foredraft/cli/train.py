@@ -176,7 +176,8 @@ class TrainOptions:
     target_url: Annotated[
         str | None,
         _make_option(
-            "Address of a `foredraft serve --traces` that runs the target; only embedding and head are loaded here.",
+            "Address of a `foredraft serve --traces`, or of a vLLM that exports hidden states, which runs the target; "
+            "only embedding and head are loaded here.",
             panel=RUN_PANEL,
             metavar="URL",
         ),
@@ -185,6 +186,15 @@ class TrainOptions:
         str | None,
         _make_option(
             "API key of --target-url. Default: the environment variable FOREDRAFT_API_KEY, else none.", panel=RUN_PANEL
+        ),
+    ] = None
+    print_server_command: Annotated[
+        Path | None,
+        _make_option(
+            "Print the command of the vLLM that --target-url reads, and train nothing. vLLM writes hidden states to "
+            "this folder.",
+            panel=RUN_PANEL,
+            metavar="FOLDER",
         ),
     ] = None
     tensorboard: Annotated[bool, _make_option("Write TensorBoard files as well.", "--tensorboard", panel=RUN_PANEL)] = (
@@ -244,9 +254,14 @@ def train(ctx: typer.Context, options: TrainOptions) -> None:
     Example: foredraft train medusa --data builtin --out medusa --steps 600
     """
     plan = build_checked_plan(options)
+    silence_transformers()
+    if options.print_server_command is not None:
+        from foredraft.train.server_command import make_server_command
+
+        typer.echo(make_server_command(plan, options.print_server_command))
+        return
     from foredraft.train.run import train as run
 
-    silence_transformers()
     screen = make_console(sys.stderr, no_color=False)
     with ProgressBar(screen, "reading", total=1) as bar:
         outcome = run(plan, print_line, TrainProgress(bar, prints_lines=not screen.is_terminal))
