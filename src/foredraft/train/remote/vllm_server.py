@@ -3,6 +3,7 @@
 vLLM writes the states of every request. The distributions are computed here, by the target's final norm and head.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -29,8 +30,7 @@ from foredraft.train.remote.vllm_states import delete_states, take_states
 PLAIN_SAMPLING = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 NUM_REQUESTS = 32  # rows that are requested at the same time
 LOGIT_BYTES = 128 << 20  # limit of the float32 logits that are computed at once
-CHECK_TOKENS = 16
-CHECK_STRIDE = 7919  # a prime: the tokens of the check are spread over the vocabulary
+CHECK_IDS = range(0, 256, 16)  # tokens of the check, which every vocabulary has
 MAX_DEVIATION = 0.25  # nats; the mean of bfloat16's rounding is below, that of another target above
 
 
@@ -58,18 +58,18 @@ class VllmServer:
         return self.max_length - 1  # every request generates a token
 
     def check_target(self, target: HFModel, name: str) -> None:
-        ids = [CHECK_STRIDE * i % target.vocab_size for i in range(min(CHECK_TOKENS, self.max_length - 1))]
+        ids = [token % target.vocab_size for token in CHECK_IDS][: self.max_context]
         response = self._send(self._make_trace_body(ids) | {"prompt_logprobs": 1})
         states = self._take_row(target, ids, list_exports((), target.num_layers), response)
         own = _compute_probs(target, _normalise(target, states[:, -1]), None).logprobs
-        served = response["choices"][0]["prompt_logprobs"][1:]  # none before the first token
-        pairs = [
-            (own[i, int(token)], entry["logprob"])
+        served = (response["choices"][0].get("prompt_logprobs") or [])[1:]  # none before the first token
+        differences = [
+            abs(float(own[i, int(token)]) - entry["logprob"]) if int(token) < target.vocab_size else math.inf
             for i, entries in enumerate(served)
             for token, entry in entries.items()
             if entry["rank"] == 1
         ]
-        deviation = sum(abs(float(mine) - theirs) for mine, theirs in pairs) / max(len(pairs), 1)
+        deviation = sum(differences) / len(differences) if differences else math.inf
         if not deviation <= MAX_DEVIATION:
             raise ForedraftError(
                 f"{self.client.url} serves another target than {name}: the log-probabilities of vLLM differ by "
