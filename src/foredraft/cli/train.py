@@ -204,21 +204,7 @@ class TrainOptions:
     @property
     def method_options(self) -> dict[str, str]:
         """Settings of the method from --set and its short forms. Raises UsageError if two values disagree."""
-        from foredraft.errors import ForedraftError
-        from foredraft.train.settings import parse_pairs
-
-        try:
-            settings = parse_pairs(self.option or ())
-        except ForedraftError as error:
-            raise UsageError(str(error)) from None
-        for name in SHORTHAND_OPTIONS:
-            given = getattr(self, name)
-            value = ",".join(given) if isinstance(given, list) else given
-            if value is not None and settings.setdefault(name, str(value)) != str(value):
-                raise UsageError(
-                    f"--{name.replace('_', '-')} {value} and --set {name}={settings[name]} disagree; give one of them"
-                )
-        return settings
+        return _collect_settings(self)
 
     def build_plan(self) -> "TrainPlan":
         from foredraft.train.config import DataConfig, EvaluationConfig, OptimizationConfig, TrainPlan
@@ -243,6 +229,25 @@ class TrainOptions:
             tensorboard=self.tensorboard, target_url=self.target_url,
             target_key=self.target_key or os.environ.get("FOREDRAFT_API_KEY"),
         )  # fmt: skip
+
+
+def _collect_settings(options: TrainOptions) -> dict[str, str]:
+    """Return the settings of the method. Raises UsageError if two values disagree."""
+    from foredraft.errors import ForedraftError
+    from foredraft.train.settings import parse_pairs
+
+    try:
+        settings = parse_pairs(options.option or ())
+    except ForedraftError as error:
+        raise UsageError(str(error)) from None
+    for name in SHORTHAND_OPTIONS:
+        given = getattr(options, name)
+        value = ",".join(given) if isinstance(given, list) else given
+        if value is not None and settings.setdefault(name, str(value)) != str(value):
+            raise UsageError(
+                f"--{name.replace('_', '-')} {value} and --set {name}={settings[name]} disagree; give one of them"
+            )
+    return settings
 
 
 @with_options(TrainOptions)

@@ -166,8 +166,10 @@ def _compute_probs(target: HFModel, normed: Tensor, top: int | None) -> TargetLo
     """Compute distributions [.., k or V] from states [.., H] after the final norm."""
     rows = normed.flatten(0, -2)
     size = max(1, LOGIT_BYTES // (4 * target.vocab_size))
-    parts = [TargetLogProbs.from_logits(target.compute_logits(part), top) for part in rows.split(size)]
-    shape = normed.shape[:-1]
-    logprobs = torch.cat([part.logprobs for part in parts]).unflatten(0, shape)
+    pieces = [rows[start : start + size] for start in range(0, len(rows), size)]
+    parts = [TargetLogProbs.from_logits(target.compute_logits(piece), top) for piece in pieces]
+    shape = (*normed.shape[:-1], -1)
     ids = [part.token_ids for part in parts if part.token_ids is not None]
-    return TargetLogProbs(logprobs, torch.cat(ids).unflatten(0, shape) if ids else None)
+    return TargetLogProbs(
+        torch.cat([part.logprobs for part in parts]).view(shape), torch.cat(ids).view(shape) if ids else None
+    )
