@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from foredraft.errors import ForedraftError
+from foredraft.kv.control_group import read_memory_room
 
 FREE_MEMORY_DIVISOR = 4  # a quarter of the free memory is used by default
 MAX_SIZED_CONTEXT = 1 << 20  # tokens; a longer context is not reserved in full by default
@@ -56,7 +57,9 @@ class MemoryLimits:
 
 
 def get_available_memory(device: torch.device) -> int:
-    """Return the free memory of a device in bytes; of the machine for a CPU."""
+    """Return the free memory of a device in bytes; for a CPU that of the machine, or of a container with a limit."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    room = read_memory_room()
+    return free if room is None else min(free, room)
