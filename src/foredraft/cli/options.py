@@ -126,6 +126,15 @@ class ModelOptions:
             metavar="auto|NUMBER",
         ),
     ] = "auto"
+    spec_simulate: Annotated[
+        float | None,
+        _make_option(
+            "Simulate a drafter whose draft tokens are accepted at this rate, from 0 to 1, for load tests. The text is "
+            "simulated too. Goes with --spec-tokens and --spec-option cost_ms=NUMBER alone. Default: off.",
+            panel="Model",
+            metavar="RATE",
+        ),
+    ] = None
     verify: Annotated[
         str,
         _make_option(
