@@ -129,10 +129,7 @@ class ModelOptions:
     spec_simulate: Annotated[
         float | None,
         _make_option(
-            "Simulate a drafter whose draft tokens are accepted at this rate, from 0 to 1, for load tests. The text is "
-            "simulated too. Goes with --spec-tokens and --spec-option cost_ms=NUMBER alone. Default: off.",
-            panel="Model",
-            metavar="RATE",
+            "Accept drafts at this simulated rate, 0 to 1, for load tests; the text is simulated too.", panel="Model"
         ),
     ] = None
     verify: Annotated[

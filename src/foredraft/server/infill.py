@@ -100,19 +100,21 @@ class InfillTokens:
         """
         form, ids = self.form, self.ids
         before = vocabulary.outer_tokens[0] if begins else []
-        prefix_ids = self._encode_text(vocabulary, prompt, "prompt") if isinstance(prompt, str) else list(prompt)
-        suffix_ids = self._encode_text(vocabulary, suffix, "suffix")
+        if isinstance(prompt, str):
+            prefix_ids = self._encode_text(vocabulary, prompt, "prompt", continues=False)
+        else:
+            prefix_ids = list(prompt)
+        suffix_ids = self._encode_text(vocabulary, suffix, "suffix", continues=form.adds_space)
         parts = [[ids[form.prefix], *prefix_ids], [ids[form.suffix], *suffix_ids]]
         if form.begins_with_suffix:
             parts.reverse()
         middle = [ids[form.middle]] if form.middle else []
         return [*before, *parts[0], *parts[1], *middle]
 
-    def _encode_text(self, vocabulary: ServerVocabulary, text: str, param: str) -> list[int]:
-        """Encode a text without control tokens. The field `suffix` continues the text to write."""
+    def _encode_text(self, vocabulary: ServerVocabulary, text: str, param: str, continues: bool) -> list[int]:
+        """Encode the text of a field without control tokens, without the added space if it continues another text."""
         escaper = SpecialTokenEscaper(vocabulary.special_ids | self.ids, param)
         escaped, tokenizer = escaper.escape(text), vocabulary.require_tokenizer()
-        continues = self.form.adds_space and param == "suffix"
         found = _encode_continuation(escaper.encode, escaped, tokenizer) if continues else None
         result = escaper.encode(escaped, tokenizer) if found is None else found
         if not set(self.ids.values()).isdisjoint(result):
