@@ -44,6 +44,8 @@ def test_drafts_are_accepted_at_the_rate_and_the_completion_says_so():
     bound = 4 * math.sqrt(tried * RATE * (1 - RATE)) + len(done) * LENGTH  # the last drafts are shorter
     assert abs(stats.num_accepted - RATE * tried) < bound
     assert stats.acceptance_length > 2.5
+    for each in (completion.stats for completion in done):  # the target adds a token to every pass but the last
+        assert each.num_accepted + each.target_passes - each.num_tokens in (0, 1)
     assert {completion.verification for completion in done} == {"simulated"}
     assert all(len(completion.token_ids) == SEEDED.max_tokens for completion in done)
 
@@ -77,7 +79,6 @@ def test_the_rates_0_and_1_are_plain_steps_and_whole_drafts():
     sampling = Sampling(max_tokens=25, temperature=0, ignore_eos=True)
     [never], [always] = (make_llm(rate).generate([PROMPTS[0]], sampling) for rate in (0.0, 1.0))
     assert (never.stats.acceptance_length, never.stats.num_accepted) == (1.0, 0)
-    assert never.token_ids == tiny_models.plain().generate([PROMPTS[0]], sampling)[0].token_ids
     assert always.stats.acceptance_length == LENGTH + 1
 
 

@@ -53,7 +53,8 @@ def test_the_content_does_not_matter_and_the_seed_does():
     assert all(len(path) == LENGTH + 1 for path in verify_chains(1.0, 50, likely=7))
 
 
-def test_the_last_token_is_the_target_s():
+def test_the_last_token_is_the_target_s_and_never_the_rejected_one():
+    """Guards the count of accepted tokens, which includes a last token that is in the draft."""
     tree = TokenTree([[0, 1, 1]], [[-1, 0, 1]], None)
     p = torch.eye(3, dtype=torch.float64)[[2, 2, 0]]
     table = torch.full((1, 3), 0.5, dtype=torch.float64)
@@ -61,6 +62,13 @@ def test_the_last_token_is_the_target_s():
     assert (commit.paths, commit.tokens) == ([[0, 1, 2]], [[1, 1, 0]])
     commit = make_simulated_rule(0.4).verify(tree, DenseProbs(p), NoiseTable(None, table, table))
     assert (commit.paths, commit.tokens) == ([[0]], [[2]])
+    agreeing = torch.eye(3, dtype=torch.float64)[[1, 1, 1]]
+    commit = make_simulated_rule(0.0).verify(tree, DenseProbs(agreeing), NoiseTable(None, table, table))
+    assert commit.paths == [[0]]
+    assert commit.tokens[0][0] in (0, 2)
+    split = torch.tensor([[0.2, 0.8, 0.0]], dtype=torch.float64).expand(3, 3)
+    commit = make_simulated_rule(0.0).verify(tree, DenseProbs(split), NoiseTable(None, table, table))
+    assert commit.tokens == [[0]]
 
 
 def test_invalid_logits_end_the_path_before_them_or_fail_the_request():

@@ -6,6 +6,7 @@ drafter with this acceptance rate.
 
 from dataclasses import dataclass
 
+import numpy as np
 from torch import Tensor
 
 from foredraft.errors import ForedraftError
@@ -21,8 +22,9 @@ class SimulatedAcceptance:
     """Acceptance of each draft token with one probability, independent of its content and of the other tokens.
 
     The uniforms are those of `reject`. A step with a chain of K tokens thus commits (1 - a^(K+1)) / (1 - a) tokens in
-    expectation, with the rate a. The token after the last accepted one is sampled from p. Below a node only the first
-    child is read.
+    expectation, with the rate a. The token after the last accepted one is sampled from p. In place of a rejected token
+    it is another one, because the engine counts a draft token that the step commits as accepted. Below a node only the
+    first child is read.
     """
 
     acceptance_rate: float  # probability that a draft token is accepted if all tokens before it were, in [0, 1]
@@ -40,9 +42,19 @@ class SimulatedAcceptance:
             for child in tree.children[b][node][:1]:
                 if noise.accept_uniform(b, child) < self.acceptance_rate:
                     return child, p_node
+                return None, _exclude(p_node, tree.tokens[b][child])
             return None, p_node
 
         return verify_by_level(tree, to_target_probs(p), noise, select_child)
+
+
+def _exclude(p: Probs, token: int) -> Probs:
+    """Return p without a token; the uniform distribution of all others if p has no other token."""
+    excluded = Probs.from_token(token, p.vocab_size)
+    others = p.compute_residual(excluded)
+    if others.total > 0:
+        return others.normalise(fallback=others)
+    return Probs(np.ones(p.vocab_size), p.vocab_size).compute_residual(excluded)
 
 
 def make_simulated_rule(acceptance_rate: float) -> Rule:
