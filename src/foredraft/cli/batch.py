@@ -22,7 +22,7 @@ from foredraft.cli.progress import ProgressBar
 from foredraft.cli.render import make_console
 from foredraft.cli.serve import read_model_name
 from foredraft.cli.shell import UsageError, print_line
-from foredraft.cli.speculative_config import read_speculative_config
+from foredraft.cli.simulation import describe_simulation, read_drafter_options
 from foredraft.errors import ForedraftError, format_install_command
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ def batch(ctx: typer.Context, options: BatchOptions) -> None:
 
     Example: foredraft batch prompts.txt results.jsonl
     """
-    options = read_speculative_config(options)
+    options = read_drafter_options(options)
     backend: CliBackend = ctx.obj or CliBackend()
     method = resolve_single_method(options, backend, "a batch")
     kv_memory = options.kv_bytes
@@ -178,6 +178,8 @@ def batch(ctx: typer.Context, options: BatchOptions) -> None:
         if str(error.name).startswith("foredraft"):
             raise
         raise ForedraftError(INSTALL_ERROR) from None
+    if options.spec_simulate is not None:
+        print_line(f"note: {describe_simulation(options.spec_simulate)}")
     line_format = options.build_format()
     examined = examine_input(options.source, line_format)
     files, counts = JobFiles(options.out, options.build_key(examined, line_format)), JobCounts()

@@ -126,6 +126,12 @@ class ModelOptions:
             metavar="auto|NUMBER",
         ),
     ] = "auto"
+    spec_simulate: Annotated[
+        float | None,
+        _make_option(
+            "Accept drafts at this simulated rate, 0 to 1, for load tests; the text is simulated too.", panel="Model"
+        ),
+    ] = None
     verify: Annotated[
         str,
         _make_option(

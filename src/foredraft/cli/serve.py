@@ -18,7 +18,7 @@ from foredraft.cli.options import AUTO, NONE, _make_option, with_options
 from foredraft.cli.prompts import read_template_file
 from foredraft.cli.replicas import ReplicaOptions, build_replica_spec, serve_replicas
 from foredraft.cli.shell import UsageError, print_line
-from foredraft.cli.speculative_config import read_speculative_config
+from foredraft.cli.simulation import describe_simulation, read_drafter_options
 from foredraft.errors import ForedraftError, format_install_command
 
 if TYPE_CHECKING:
@@ -190,7 +190,8 @@ def serve(ctx: typer.Context, options: ServeOptions) -> None:
             print_line(f"warning: all clients of {url} can use the model; set --api-key or {API_KEY_VARIABLE}")
         print_line(f"loading {settings.model_names[0]}; {url} answers meanwhile")
         if spec is not None:
-            text = f"serving {settings.model_names[0]} at {url} with --spec-method {method} and {spec.description}"
+            drafts = describe_drafts(options, method)
+            text = f"serving {settings.model_names[0]} at {url} with {drafts} and {spec.description}"
             serve_replicas(spec, sock, lambda: print_line(text))
             return
         service = Service(settings, limits)
@@ -198,14 +199,21 @@ def serve(ctx: typer.Context, options: ServeOptions) -> None:
         def ready() -> None:
             # the drafter's name lists the methods that `auto` chose
             drafter = f" ({service.llm.drafter_name})" if method == AUTO else ""
-            print_line(f"serving {settings.model_names[0]} at {url} with --spec-method {method}{drafter}")
+            print_line(f"serving {settings.model_names[0]} at {url} with {describe_drafts(options, method)}{drafter}")
 
         run(service, sock, loader, ready)
 
 
+def describe_drafts(options: ServeOptions, method: str) -> str:
+    """Return the option that decides how the server drafts, for the message at the start."""
+    if options.spec_simulate is None:
+        return f"--spec-method {method}"
+    return f"--spec-simulate {options.spec_simulate:g} ({describe_simulation(options.spec_simulate)})"
+
+
 def resolve_options(options: ServeOptions) -> ServeOptions:
     """Apply the positional argument and --speculative-config. Raises UsageError for options that exclude each other."""
-    options = read_speculative_config(apply_positional(options))
+    options = read_drafter_options(apply_positional(options))
     if options.draft_length == 0:
         raise UsageError(
             "--spec-tokens 0 is for one call; a server without drafts has --spec-method none, and a request without "

@@ -12,22 +12,25 @@ class OutputText:
     Text that may begin a stop string is pending. The other text is released, and final until `restart`.
     """
 
-    def __init__(self, tokenizer: Any | None, prompt: Sequence[int], stop_strings: Sequence[str]) -> None:
+    def __init__(
+        self, tokenizer: Any | None, prompt: Sequence[int], stop_strings: Sequence[str], skips_special: bool = True
+    ) -> None:
         """Begin an empty text.
 
         Args:
             tokenizer: transformers tokenizer. None = all text is empty.
             prompt: token ids before the output.
             stop_strings: strings of which no part may be released while it may become complete.
+            skips_special: whether special tokens have no text. Default True.
         """
         self.stop_strings = stop_strings
         self._longest_stop = max(map(len, stop_strings), default=0)
-        self._tokenizer, self._prompt = tokenizer, prompt
+        self._tokenizer, self._prompt, self._skips_special = tokenizer, prompt, skips_special
         self.restart()
 
     def restart(self) -> None:
         """Begin again without a token."""
-        self._detokenizer = make_detokenizer(self._tokenizer, self._prompt)
+        self._detokenizer = make_detokenizer(self._tokenizer, self._prompt, self._skips_special)
         self.pending = ""  # end of the text, held back because it may begin a stop string
         self.released = ""
 

@@ -139,6 +139,10 @@ def _add_models(app: FastAPI, service: Service) -> None:
 
 
 def _build_model_card(service: Service, name: str) -> dict[str, Any]:
+    rule = service.llm.rule
+    simulated = (
+        {} if rule is None or rule.simulated_rate is None else {"simulated_acceptance_rate": rule.simulated_rate}
+    )
     return {
         "id": name,
         "object": "model",
@@ -149,6 +153,7 @@ def _build_model_card(service: Service, name: str) -> dict[str, Any]:
         "max_model_len": service.max_length,
         "permission": [],
         "drafter": service.llm.drafter_name,
+        **simulated,
     }
 
 

@@ -118,6 +118,9 @@ def _build_own_families(m: ServerMetrics) -> Iterator[Metric]:
     yield m.steps.draft_time.build_family(
         f"{OWN_PREFIX}:draft_time_seconds", "Seconds of drafting in a step.", m.labels
     )
+    if m.simulated_rate is not None:
+        help_text = "Rate at which acceptance is simulated; requests that name a rule of their own are verified."
+        yield _build_gauge(m, f"{OWN_PREFIX}:simulated_acceptance_rate", help_text, m.simulated_rate)
     failures = {kind: m.failures[kind] for kind in ("step", "request", "engine")}
     help_text = "Failed steps (step), requests ended as their cause (request), and failures of the engine (engine)."
     yield _build_labelled_counter(m, f"{OWN_PREFIX}:engine_failures", help_text, "kind", failures)

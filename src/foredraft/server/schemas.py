@@ -43,7 +43,6 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "reasoning_effort": (None, "none"),
     "safety_identifier": (None,),
     "service_tier": (None, "auto", "default"),
-    "skip_special_tokens": (None, True),
     "spaces_between_special_tokens": (None, True),
     "store": (None, False),
     "suffix": (None, ""),
@@ -173,6 +172,7 @@ class GenerationRequest(StrictModel):
     prompt_logprobs: Annotated[int, Field(ge=0)] | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=1, le=1 << 31)] | None = None
     add_special_tokens: bool | None = None
+    skip_special_tokens: bool | None = None  # None = True
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     priority: Annotated[int, Field(ge=-(1 << 31), le=1 << 31)] = 0
@@ -209,6 +209,7 @@ class CompletionRequest(GenerationRequest):
     """Completion of one or several prompts (POST /v1/completions)."""
 
     prompt: Prompt
+    suffix: str | None = None  # text after the completion, which then fills in the middle; "" = none
     echo: bool = False
     logprobs: Annotated[int, Field(ge=0)] | None = None
     best_of: int | None = None

@@ -51,7 +51,7 @@ class Service:
     def open(self, llm: "LLM") -> None:
         """Start the worker of a loaded model. Called once, on any thread."""
         worker = Worker(llm, self._limits, self.metrics)
-        self.metrics.attach_worker(worker)
+        self.metrics.attach_worker(worker, None if llm.rule is None else llm.rule.simulated_rate)
         vocabulary = ServerVocabulary(llm.tokenizer, llm.target.vocab_size)
         templates = ChatTemplate(vocabulary, self.settings, llm.target.has_encoder)
         worker.start()

@@ -78,7 +78,7 @@ class ChatTemplate:
         if continue_final_message and add_generation_prompt:
             message = "continue_final_message goes with add_generation_prompt = false"
             raise ApiError(400, message, "continue_final_message")
-        escaper = SpecialTokenEscaper(tuple(self.vocabulary.special_ids))
+        escaper = SpecialTokenEscaper(self.vocabulary.special_ids)
         rows = [self._build_row(message, escaper) for message in messages]
         mark = ""  # marks the end of the last message in the rendered text
         if continue_final_message:
@@ -90,7 +90,7 @@ class ChatTemplate:
             if not separator:
                 raise ApiError(400, "the chat template does not show the last message", "continue_final_message")
         self._check_control_tokens(text, rows, add_generation_prompt, continue_final_message)
-        ids = escaper.encode(text, tokenizer, self.vocabulary)
+        ids = escaper.encode(text, tokenizer)
         return self._add_outer_tokens(ids)
 
     def _build_row(self, message: ChatMessage, escaper: SpecialTokenEscaper) -> dict[str, Any]:
