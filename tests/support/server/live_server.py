@@ -16,6 +16,7 @@ from foredraft import LLM
 from foredraft.engine.worker import WorkerLimits
 from foredraft.llm import MemoryLimits
 from foredraft.server.lifecycle import ModelServer, listen
+from foredraft.server.served_models import ServedModels
 from foredraft.server.service import Service
 from foredraft.server.settings import ServerSettings
 from tests.support import tiny_models
@@ -123,7 +124,7 @@ def run_server(
     service = Service(settings or ServerSettings(model_names=(NAME,), chat_template=CHATML), limits)
     if is_open:
         service.open(llm or make_fresh_llm())
-    server = ModelServer(service)
+    server = ModelServer(ServedModels.single(service))
     with listen("127.0.0.1", 0) as sock:
         port = sock.getsockname()[1]
         thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[sock])))
