@@ -20,6 +20,7 @@ from foredraft.server.schemas import StrictModel
 from foredraft.server.service import Service
 
 Text = Annotated[str, Field(min_length=1, max_length=1024)]
+Size = Annotated[int, Field(ge=1, le=1 << 31)]
 MAX_WEIGHT = 1e6
 
 
@@ -38,7 +39,7 @@ class LoadModelRequest(StrictModel):
     spec_quantization: Text | None = None
     spec_dtype: Text | None = None
     spec_revision: Text | None = None
-    spec_max_model_len: Annotated[int, Field(ge=1)] | None = None
+    spec_max_model_len: Size | None = None
     spec_vocab: Text | None = None
     verify: Text | None = None
     quantization: Text | None = None
@@ -46,8 +47,8 @@ class LoadModelRequest(StrictModel):
     tokenizer: Text | None = None
     dtype: Text | None = None
     device: Text | None = None
-    max_model_len: Annotated[int, Field(ge=1)] | None = None
-    max_batch: Annotated[int, Field(ge=1)] | None = None
+    max_model_len: Size | None = None
+    max_batch: Size | None = None
 
 
 SourceFactory = Callable[[LoadModelRequest], ModelSource]
@@ -89,10 +90,10 @@ class AdminRoutes:
             raise ApiError(400, "give either model or lora", "model")
         self._host.check_free(request.name)
         try:
-            source = await asyncio.to_thread(self._make_source, request)
-        except ForedraftError as error:
-            raise ApiError(400, str(error)) from None
-        return await self._host.load(source)
+            return await self._host.load(await asyncio.to_thread(self._make_source, request))
+        except ForedraftError as error:  # it names the folder, which responses leave out
+            message = str(error).replace(request.model or request.lora or "", request.name)
+            raise ApiError(400, message, "model" if request.lora is None else "lora") from None
 
 
 def _describe(service: Service) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Shares of the models of one server in the memory for KV caches."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -69,5 +70,5 @@ class KVShares:
         share = weight / sum_weights
         if self.total is None:
             return KVShare(share=share)
-        self._bytes[name] = min(int(self.total * share), self.num_free)
+        self._bytes[name] = min(math.ceil(self.total * share), self.num_free)  # rounded up, so that no rest stays free
         return KVShare(self._bytes[name])

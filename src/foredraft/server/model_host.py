@@ -73,8 +73,8 @@ class ModelHost:
         """Load a further model on a thread, and add it; requests of the other models go on.
 
         Raises:
-            ApiError: 409 for a name that is taken, without free KV memory, or during another change; 400 if the model
-                cannot be loaded.
+            ApiError: 409 for a name that is taken, without free KV memory, or during another change.
+            ForedraftError: the model cannot be loaded.
         """
         self.check_free(source.name)
         service = await self._run_to_end(self._load(source))
@@ -138,10 +138,7 @@ class ModelHost:
                 loaded.set_result(service)
 
         self.models.start_load(work)
-        try:
-            return await asyncio.wrap_future(loaded)
-        except ForedraftError as error:
-            raise ApiError(400, str(error), "model") from None
+        return await asyncio.wrap_future(loaded)
 
     async def _run_to_end(self, change: Coroutine[Any, Any, Value]) -> Value:
         """Run a change as a task of its own, which goes on if the client leaves."""
