@@ -259,6 +259,7 @@ def wrong_bodies(bearer: dict[str, bytes]) -> Iterator[HostileRequest]:
             yield HostileRequest(f"{name} = {str(value)[:20]}", post(ADMIN, good | {name: value}, **bearer), (name,))
     for value in ("", " ", "a b", "../c", "/c", "c/", "c//d", ".c", "c\n", "ü", "c" * 200, "c?x", "c\\d", "{}", "c,d"):
         yield HostileRequest(f"name {value!r}", post(ADMIN, good | {"name": value}, **bearer), ("name",))
+    yield HostileRequest("a module", post(ADMIN, good | {"spec_method": "os:METHOD"}, **bearer), ("spec_method",))
     for value in (0, -1, 1e9, -0.0):
         yield HostileRequest(f"weight {value}", post(ADMIN, good | {"weight": value}, **bearer), ("weight",))
     for body in (b"", b"[]", b"{", b"null", b"\xff", b"[" * 5000, b'{"name": "c", "name": "d", "model": "x"}', {}, good | {"x": 1},

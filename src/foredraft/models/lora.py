@@ -30,7 +30,8 @@ def merge_lora(model: Any, folder: str | Path, name: str) -> Any:
     with warnings.catch_warnings(record=True) as messages:
         warnings.simplefilter("always")
         try:
-            merged = PeftModel.from_pretrained(model, str(path)).merge_and_unload(safe_merge=True)
+            # peft's safe_merge rounds the product of the matrices before it is added, so its sums differ.
+            merged = PeftModel.from_pretrained(model, str(path)).merge_and_unload()
         except (ValueError, RuntimeError, KeyError, TypeError) as error:
             first = next(iter(str(error).splitlines()), type(error).__name__)[:MAX_ERROR_CHARS]
             raise ForedraftError(
@@ -39,6 +40,8 @@ def merge_lora(model: Any, folder: str | Path, name: str) -> Any:
     if any("missing adapter keys" in str(message.message) for message in messages):
         raise ForedraftError(f"the adapter {folder} lacks weights that its {CONFIG_FILE} names; fetch it again")
     vars(merged).pop("peft_config", None)
+    if not all(bool(parameter.isfinite().all()) for parameter in merged.parameters()):
+        raise ForedraftError(f"the adapter {folder} makes weights of {name} infinite or NaN; fetch it again")
     return merged
 
 

@@ -24,6 +24,13 @@ Size = Annotated[int, Field(ge=1, le=1 << 31)]
 MAX_WEIGHT = 1e6
 
 
+def _check_method(name: str) -> str:
+    """Return the name of a method. Raises ForedraftError for one of a Python module, which a request may not import."""
+    if ":" in name:
+        raise ForedraftError("a method of a Python module is given on the command line only")
+    return name
+
+
 class LoadModelRequest(StrictModel):
     """Model to load (POST /admin/models). The fields below `kv_memory` are options of `foredraft serve`."""
 
@@ -32,7 +39,7 @@ class LoadModelRequest(StrictModel):
     lora: Text | None = None  # folder of an adapter, instead of `model`
     weight: Annotated[float, Field(gt=0, le=MAX_WEIGHT)] = 1.0
     kv_memory: Text | None = None  # such as 2GiB, beside the memory of all models; None = a share of that by weight
-    spec_method: Text | None = None
+    spec_method: Annotated[Text, AfterValidator(_check_method)] | None = None
     spec_model: Text | Annotated[list[Text], Field(max_length=16)] | None = None
     spec_option: Annotated[list[Text], Field(max_length=64)] | None = None
     spec_tokens: Text | Annotated[int, Field(ge=1, le=1024)] | None = None
