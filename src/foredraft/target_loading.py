@@ -58,10 +58,7 @@ def load_target(
         )
     check_quantization(quantization)
     check_options(tensor_parallel_size, quantization, fused)
-    if max_model_len is not None and (not isinstance(max_model_len, int) or isinstance(max_model_len, bool)):
-        raise ForedraftError(f"max_model_len must be an integer or None, got {max_model_len!r:.80}")
-    if not isinstance(tokenizer, (str, Path)) and not callable(tokenizer) and tokenizer is not None:
-        raise ForedraftError(f"tokenizer takes a tokenizer, its folder or hub id, or None; got {tokenizer!r:.80}")
+    _check_types(max_model_len, tokenizer)
     builtin = zoo.resolve_target(model)
     name = model if builtin is None else str(zoo.find_target_folder(builtin))
     parallel = None
@@ -74,10 +71,7 @@ def load_target(
             loaded = parallel.model
         else:
             loaded = load_model(folder, dtype, parse_device(device))
-        if lora is not None:
-            if loaded.config.is_encoder_decoder:
-                raise ForedraftError(f"{name} has an encoder, so lora cannot adapt it; merge the adapter into it first")
-            loaded = merge_lora(loaded, lora, name)
+        loaded = loaded if lora is None else merge_lora(loaded, lora, name)
     else:
         check_loaded_model(tensor_parallel_size)
         loaded, name = name, getattr(name, "name_or_path", "") or type(name).__name__
@@ -97,6 +91,14 @@ def load_target(
     is_fused = is_ours or quantization is not None if fused is None else fused
     target = wrap_model(loaded, name, is_fused, is_ours, quantization, sharer).with_context(max_model_len)
     return LoadedTarget(target, tokenizer, builtin, fused is not False)
+
+
+def _check_types(max_model_len: Any, tokenizer: Any) -> None:
+    """Raise ForedraftError for arguments of a wrong type."""
+    if max_model_len is not None and (not isinstance(max_model_len, int) or isinstance(max_model_len, bool)):
+        raise ForedraftError(f"max_model_len must be an integer or None, got {max_model_len!r:.80}")
+    if not isinstance(tokenizer, (str, Path)) and not callable(tokenizer) and tokenizer is not None:
+        raise ForedraftError(f"tokenizer takes a tokenizer, its folder or hub id, or None; got {tokenizer!r:.80}")
 
 
 def _check_shared_load(model: Any, tensor_parallel_size: int) -> None:

@@ -130,6 +130,8 @@ def test_a_requested_model_has_no_drafter_of_the_only_one(tmp_path):
 
 def test_a_request_takes_the_options_of_the_command_line():
     """Except files of this machine: /tokenizer_info would show them."""
-    names = {name.replace("_", "-") for name in LoadModelRequest.model_fields} - {n.replace("_", "-") for n in ADMIN_FIELDS}
+    names = {name.replace("_", "-") for name in LoadModelRequest.model_fields} - {
+        n.replace("_", "-") for n in ADMIN_FIELDS
+    }
     assert names == {*COMMON_KEYS, *TARGET_KEYS} - {"chat-template"}
     assert {name.replace("-", "_") for name in names} <= {option.name for option in fields(ServeOptions)}

@@ -15,7 +15,9 @@ from foredraft import LLM, Sampling
 PROMPT = "def fib(n):\n    return"
 SAMPLINGS = (
     Sampling(temperature=0, max_tokens=16, ignore_eos=True),
-    Sampling(temperature=0.9, top_p=0.9, min_p=0.01, seed=3, repetition_penalty=1.1, logit_bias={7: 1.5}, max_tokens=16),
+    Sampling(
+        temperature=0.9, top_p=0.9, min_p=0.01, seed=3, repetition_penalty=1.1, logit_bias={7: 1.5}, max_tokens=16
+    ),
 )
 
 

@@ -1,7 +1,9 @@
 """Several models behind one server: choice by name, loading and unloading while streams run, and the admin key."""
 
+import asyncio
 import gc
 import json
+import signal
 import threading
 import time
 import weakref
@@ -21,7 +23,7 @@ from foredraft.server.settings import ServerSettings
 from tests.support import tiny_models
 from tests.support.server.hostile_corpus import WRONG, keys
 from tests.support.server.hostile_wire import HostileRequest, exchange, find_fault, get, post
-from tests.support.server.live_server import PLAIN_HTTP, RunningServer, make_small_llm, run_models
+from tests.support.server.live_server import PLAIN_HTTP, RunningServer, run_models
 
 KEY, ADMIN_KEY = "sk-canary-77aa-key", "adm-canary-55cc-key"
 SETTINGS = ServerSettings(api_key=KEY, admin_key=ADMIN_KEY, drain_timeout=60)
@@ -99,8 +101,9 @@ def test_the_field_model_chooses(several: SeveralModels):
 
 def test_every_route_takes_the_name(several: SeveralModels):
     headers = several.server.headers
-    for path, body in (("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [9]}),
-                       ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2})):  # fmt: skip
+    chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
+    bodies = {"/tokenize": {"prompt": "a"}, "/detokenize": {"tokens": [9]}, "/v1/chat/completions": chat}
+    for path, body in bodies.items():
         for name, status in (("b", 200), ("c", 404)):
             answer = several.server.post(path, body | {"model": name}, headers=headers)
             assert answer.status_code == status, path
@@ -116,7 +119,9 @@ def test_metrics_have_one_family_with_samples_of_every_model(several: SeveralMod
     families = [line.split()[2] for line in lines if line.startswith("# TYPE")]
     assert len(families) == len(set(families))
     for name in ("a", "b"):
-        [line] = [x for x in lines if x.startswith("foredraft:generation_tokens_total{") and f'model_name="{name}"' in x]
+        [line] = [
+            x for x in lines if x.startswith("foredraft:generation_tokens_total{") and f'model_name="{name}"' in x
+        ]
         assert float(line.split()[-1]) > 0
 
 
@@ -149,9 +154,9 @@ def test_a_model_is_loaded_while_streams_run_and_unloaded_after_its_own(several:
     assert several.complete(model="c").status_code == 404
 
 
-def read_stream(several: SeveralModels, lines: list[str], has_begun: threading.Event) -> None:
+def read_stream(several: SeveralModels, lines: list[str], has_begun: threading.Event, name: str = "c") -> None:
     headers = {"Authorization": f"Bearer {KEY}"}
-    body = LONG | {"model": "c"}
+    body = LONG | {"model": name}
     with httpx.stream("POST", several.server.url + COMPLETE, json=body, headers=headers, **PLAIN_HTTP) as answer:
         for line in answer.iter_lines():
             if line:
@@ -192,6 +197,23 @@ def test_a_change_that_is_impossible_is_refused_with_the_reason(several: Several
         assert several.server.get(path).status_code == 200
 
 
+def test_health_and_ready_cover_every_model(several: SeveralModels):
+    service = several.host.models.find("b")
+    service.worker._engine_loop.is_broken = True
+    try:
+        answer = several.server.get("/health")
+        assert (answer.status_code, answer.json()["status"]) == (503, "the engine makes no progress: b")
+    finally:
+        service.worker._engine_loop.is_broken = False
+    service.is_stopping = True
+    try:
+        answer = several.server.get("/ready")
+        assert (answer.status_code, answer.json()["status"]) == (503, "loading, full or shutting down: b")
+        assert several.complete(model="b").status_code == 503
+    finally:
+        service.is_stopping = False
+
+
 def test_one_change_at_a_time(several: SeveralModels):
     begun, goes_on = threading.Event(), threading.Event()
 
@@ -199,8 +221,6 @@ def test_one_change_at_a_time(several: SeveralModels):
         begun.set()
         assert goes_on.wait(60)
         raise ForedraftError("this load ends without a model")
-
-    import asyncio
 
     source = replace(make_source("d", 8), load=load, kv_memory=1 << 20)
     loop = several.server.server._loop
@@ -223,6 +243,21 @@ def test_the_last_model_stays():
         error = one.admin("DELETE", "/a").json()["error"]
         assert (error["code"], "the last model" in error["message"]) == (409, True)
         assert one.complete(model="z").json()["error"]["message"].endswith("GET the list of models")  # as ever
+
+
+def test_a_signal_drains_every_model():
+    host = ModelHost(SETTINGS, [make_source("a", 5), make_source("b", 6)], None)
+    host.load_first()
+    with run_models(host.models) as server, ThreadPoolExecutor(2) as pool:
+        streams = []
+        for name in ("a", "b"):
+            lines, has_begun = [], threading.Event()
+            streams.append((pool.submit(read_stream, SeveralModels(host, server), lines, has_begun, name), lines))
+            assert has_begun.wait(30)
+        server.server.handle_exit(signal.SIGTERM, None)
+        for stream, lines in streams:
+            stream.result(60)
+            assert json.loads(lines[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
 
 
 def test_hostile_requests_to_the_admin_routes_change_nothing(several: SeveralModels):
@@ -252,8 +287,8 @@ def wrong_keys() -> Iterator[HostileRequest]:
 
 def wrong_bodies(bearer: dict[str, bytes]) -> Iterator[HostileRequest]:
     good = {"name": "c", "model": "x"}
-    kinds = {"name": "str", "model": "str", "lora": "str", "weight": "float", "spec_method": "str", "spec_option": "list",
-             "max_batch": "int", "max_model_len": "int", "dtype": "str", "kv_memory": "str"}  # fmt: skip
+    kinds: dict[str, str] = dict.fromkeys(("name", "model", "lora", "spec_method", "dtype", "kv_memory"), "str")
+    kinds |= {"weight": "float", "spec_option": "list", "max_batch": "int", "max_model_len": "int"}
     for name, kind in kinds.items():
         for value in WRONG[kind]:
             yield HostileRequest(f"{name} = {str(value)[:20]}", post(ADMIN, good | {name: value}, **bearer), (name,))
@@ -262,8 +297,9 @@ def wrong_bodies(bearer: dict[str, bytes]) -> Iterator[HostileRequest]:
     yield HostileRequest("a module", post(ADMIN, good | {"spec_method": "os:METHOD"}, **bearer), ("spec_method",))
     for value in (0, -1, 1e9, -0.0):
         yield HostileRequest(f"weight {value}", post(ADMIN, good | {"weight": value}, **bearer), ("weight",))
-    for body in (b"", b"[]", b"{", b"null", b"\xff", b"[" * 5000, b'{"name": "c", "name": "d", "model": "x"}', {}, good | {"x": 1},
-                 {"name": "c"}, good | {"lora": "y"}, good | {"model": "x" * (1 << 20)}, good | {"spec_model": ["a"] * 99}):  # fmt: skip
+    raw = (b"", b"[]", b"{", b"null", b"\xff", b"[" * 5000, b'{"name": "c", "name": "d", "model": "x"}')
+    extras = ({"x": 1}, {"lora": "y"}, {"model": None}, {"model": "x" * (1 << 20)}, {"spec_model": ["a"] * 99})
+    for body in (*raw, {}, *(good | extra for extra in extras)):
         yield HostileRequest(f"body {str(body)[:30]}", post(ADMIN, body, **bearer))
     yield HostileRequest("a form", post(ADMIN, good, b"application/x-www-form-urlencoded", **bearer))
 

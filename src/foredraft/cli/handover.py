@@ -13,7 +13,6 @@ import typer
 
 from foredraft import zoo
 from foredraft.cli.backend import CliBackend, build_drafter_spec, resolve_single_method, silence_transformers
-from foredraft.cli.model_list import resolve_models
 from foredraft.cli.options import METHOD_SEPARATOR, NONE, ModelOptions, _make_option, with_options
 from foredraft.cli.serve import ServeOptions, apply_positional, build_settings, read_model_names
 from foredraft.cli.shell import Command, UsageError, print_line
@@ -125,7 +124,7 @@ def handover(ctx: typer.Context, options: HandoverOptions) -> None:
     if not options.engine:
         raise UsageError(f"name the engine with --engine; one of: {', '.join(load_engines())}")
     engine, output = find_engine(options.engine), find_format(options.fmt)
-    options = read_speculative_config(resolve_models(apply_positional(options)))
+    options = read_speculative_config(apply_positional(options))
     if options.has_models:
         raise UsageError(
             "a handover has one model; leave --model NAME=PATH, --lora and --admin-key out, and hand over each alone"

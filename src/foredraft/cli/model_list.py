@@ -4,11 +4,14 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
-from foredraft.cli.options import COMMAND_LINE, _make_option
+from foredraft.cli.options import AUTO, COMMAND_LINE, _make_option
 from foredraft.cli.replicas import ReplicaOptions
 from foredraft.cli.shell import UsageError
+
+if TYPE_CHECKING:
+    from foredraft.server.served_models import ServedModels
 
 MODELS_PANEL = "Several models"
 ADMIN_KEY_VARIABLE = "FOREDRAFT_ADMIN_KEY"
@@ -176,3 +179,19 @@ def _parse_weight(text: str, model: NamedModel) -> float:
     if not 0 < weight <= MAX_WEIGHT:
         raise UsageError(f"{model.title}: weight takes a number above 0, got {text!r}")
     return weight
+
+
+def describe_models(models: "ServedModels", url: str, method: str | None) -> str:
+    """Return the line that a server prints when its first models are loaded.
+
+    Args:
+        models: models of the server.
+        url: its address.
+        method: drafting method of its only model. None = the models have names of their own in the options.
+    """
+    if method is None:
+        listed = ", ".join(f"{each.settings.model_names[0]} ({each.llm.drafter_name})" for each in models.services)
+        return f"serving {listed} at {url}"
+    # the drafter's name lists the methods that `auto` chose
+    drafter = f" ({models.services[0].llm.drafter_name})" if method == AUTO else ""
+    return f"serving {models.names[0]} at {url} with --spec-method {method}{drafter}"

@@ -14,9 +14,10 @@ import typer
 
 from foredraft.cli.backend import CliBackend, load_llm, resolve_single_method
 from foredraft.cli.engine_options import LOAD_PANEL
-from foredraft.cli.model_list import ADMIN_KEY_VARIABLE, ModelListOptions, resolve_models
+from foredraft.cli.keys import read_key
+from foredraft.cli.model_list import ADMIN_KEY_VARIABLE, ModelListOptions, describe_models, resolve_models
 from foredraft.cli.model_sources import SourceBuilder
-from foredraft.cli.options import AUTO, NONE, _make_option, with_options
+from foredraft.cli.options import NONE, _make_option, with_options
 from foredraft.cli.prompts import read_template_file
 from foredraft.cli.replicas import build_replica_spec, serve_replicas
 from foredraft.cli.shell import UsageError, print_line
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from foredraft.engine.worker import WorkerLimits
     from foredraft.llm import LLM
     from foredraft.server.kv_shares import KVShare
-    from foredraft.server.served_models import ServedModels
     from foredraft.server.settings import ServerSettings
 
 SERVER_PANEL = "Server"
@@ -208,29 +208,13 @@ def serve(ctx: typer.Context, options: ServeOptions) -> None:
         run(host.models, sock, host.load_first, lambda: print_line(describe_models(host.models, url, method)), admin)
 
 
-def describe_models(models: "ServedModels", url: str, method: str | None) -> str:
-    """Return the line that a server prints when its first models are loaded.
-
-    Args:
-        models: models of the server.
-        url: its address.
-        method: drafting method of its only model. None = the models have names of their own in the options.
-    """
-    if method is None:
-        listed = ", ".join(f"{each.settings.model_names[0]} ({each.llm.drafter_name})" for each in models.services)
-        return f"serving {listed} at {url}"
-    # the drafter's name lists the methods that `auto` chose
-    drafter = f" ({models.services[0].llm.drafter_name})" if method == AUTO else ""
-    return f"serving {models.names[0]} at {url} with --spec-method {method}{drafter}"
-
-
 def resolve_options(options: ServeOptions) -> ServeOptions:
     """Apply the positional argument, a single --model and --speculative-config.
 
     Raises:
         UsageError: for options that exclude each other.
     """
-    options = read_speculative_config(resolve_models(apply_positional(options)))
+    options = read_speculative_config(apply_positional(options))
     if options.admin_key is None:
         options = replace(options, admin_key=os.environ.get(ADMIN_KEY_VARIABLE))
     if options.draft_length == 0:
@@ -248,20 +232,24 @@ def resolve_options(options: ServeOptions) -> ServeOptions:
 
 
 def apply_positional(options: Options) -> Options:
-    """Move the argument of `serve MODEL` to --model. Raises UsageError if --model is given too."""
+    """Move the argument of `serve MODEL`, or a --model without a name, to the field `model`.
+
+    Raises:
+        UsageError: the model is given twice, or several models have no names.
+    """
     if options.model_argument is None:
-        return options
+        return resolve_models(options)
     if options.model is not None or options.models:
         raise UsageError("the model is given as an argument and with --model; give it once")
-    return replace(options, models=[options.model_argument], model_argument=None)
+    return resolve_models(replace(options, models=[options.model_argument], model_argument=None))
 
 
 def build_settings(options: ServeOptions) -> "ServerSettings":
     """Return the settings of the server. Raises UsageError for an invalid API key, name, host or template."""
     from foredraft.server.settings import ServerSettings
 
-    key = _read_key("API", "--api-key", options.api_key, API_KEY_VARIABLE)
-    admin_key = _read_key("admin", "--admin-key", options.admin_key, ADMIN_KEY_VARIABLE)
+    key = read_key("API", "--api-key", options.api_key, API_KEY_VARIABLE)
+    admin_key = read_key("admin", "--admin-key", options.admin_key, ADMIN_KEY_VARIABLE)
     if admin_key is not None and admin_key == key:
         raise UsageError("--admin-key equals the API key, which all clients have; give another one")
     if options.protect_metrics and key is None:
@@ -282,19 +270,6 @@ def build_settings(options: ServeOptions) -> "ServerSettings":
         has_vllm_names=not options.no_vllm_metrics,
         has_traces=options.traces,
     )
-
-
-def _read_key(title: str, option: str, given: str | None, variable: str) -> str | None:
-    """Return the key of an option or of its environment variable. Raises UsageError for an invalid one."""
-    key = given if given is not None else os.environ.get(variable)
-    key = None if key is None else key.strip()  # a key that was read from a file ends with a line break
-    if key == "":
-        raise UsageError(f"the {title} key is empty; give {option} or {variable} a value, or leave it out")
-    if key is not None and not (key.isascii() and key.isprintable()):
-        raise UsageError(
-            f"the {title} key has characters that an HTTP header cannot have; give {option} or {variable} in ASCII"
-        )
-    return key
 
 
 def is_local(host: str) -> bool:

@@ -68,14 +68,9 @@ class HFModel:
 
     @classmethod
     def wrap_model(
-        cls,
-        model: Any,
-        name: str,
-        is_fused: bool = False,
-        is_owned: bool = False,
-        quantization: str | None = None,
+        cls, model: Any, name: str, is_fused: bool = False, is_owned: bool = False, quantization: str | None = None,
         sharer: "HFModel | None" = None,
-    ) -> "HFModel":
+    ) -> "HFModel":  # fmt: skip
         """Wrap a loaded model.
 
         Args:
@@ -146,11 +141,6 @@ class HFModel:
     def model_context_length(self) -> int:
         """Context limit of the model in tokens."""
         return _find_context_limit(self.model.config.get_text_config())
-
-    @property
-    def packed_weights(self) -> list[PackedWeight]:
-        """Packed matrices of the model, in no order."""
-        return list_packed_weights(self.model) if self.fused is None else self.fused.weights
 
     @property
     def runs_native(self) -> bool:
@@ -264,6 +254,11 @@ class HFModel:
         return run
 
 
+def get_packed_weights(target: HFModel) -> list[PackedWeight]:
+    """Return the packed matrices of a model."""
+    return list_packed_weights(target.model) if target.fused is None else target.fused.weights
+
+
 def _share_weights(
     model: Any, sharer: HFModel, packers: tuple[PackWeight, PackWeight]
 ) -> tuple[PackWeight, PackWeight]:
@@ -278,7 +273,7 @@ def _share_weights(
             continue
         if torch.equal(parameter, other):
             parameter.data = other.data
-    index = WeightIndex.from_weights(sharer.packed_weights)
+    index = WeightIndex.from_weights(get_packed_weights(sharer))
     return index.share(packers[0]), index.share(packers[1])
 
 

@@ -20,9 +20,12 @@ def merge_lora(model: Any, folder: str | Path, name: str) -> Any:
         name: name of the model in errors.
 
     Raises:
-        ForedraftError: peft is missing, the folder holds no LoRA adapter, or the adapter is of another model.
+        ForedraftError: peft is missing, the folder holds no LoRA adapter, the adapter is of another model, or the model
+            has an encoder.
     """
     path = check_lora_folder(folder)
+    if model.config.is_encoder_decoder:
+        raise ForedraftError(f"{name} has an encoder, so lora cannot adapt it; merge the adapter into it first")
     try:
         from peft import PeftModel
     except ImportError:

@@ -1,4 +1,4 @@
-"""FastAPI application: routes, middleware and error handlers of one service."""
+"""FastAPI application: routes, middleware and error handlers of one server."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -110,7 +110,7 @@ def _add_state(app: FastAPI, models: ServedModels) -> None:
         return (
             JSONResponse({"status": "ok"})
             if models.is_healthy
-            else _make_unready_response("the engine makes no progress")
+            else _make_unready_response(models, "the engine makes no progress", lambda each: each.is_healthy)
         )
 
     @app.get("/ready")
@@ -119,7 +119,7 @@ def _add_state(app: FastAPI, models: ServedModels) -> None:
         return (
             JSONResponse({"status": "ready"})
             if models.is_ready
-            else _make_unready_response("loading, full or shutting down")
+            else _make_unready_response(models, "loading, full or shutting down", lambda each: each.is_ready)
         )
 
     @app.get("/metrics")
@@ -146,5 +146,9 @@ def _add_models(app: FastAPI, models: ServedModels) -> None:
         return build_model_card(models.find(name), name)
 
 
-def _make_unready_response(status: str) -> Response:
+def _make_unready_response(models: ServedModels, status: str, is_fine: Callable[[Service], bool]) -> Response:
+    """Make the response 503; on a server with several models it names those that are not fine."""
+    if models.has_several:
+        names = [service.settings.model_names[0] for service in models.services if not is_fine(service)]
+        status = f"{status}: {', '.join(names)}"
     return JSONResponse({"status": status}, 503, {"Retry-After": "5"})
