@@ -61,6 +61,9 @@ class LLM(CompletionGenerator):
         is_debug: check invariants after every step. Default False.
         tensor_parallel_size: processes on this machine over which the target is split, this one included; on GPUs, one
             GPU each. Default 1.
+        lora: folder of a LoRA adapter of PEFT, which is merged into the weights after loading. Default None.
+        shares_weights_of: loaded LLM, whose weights are used where this one has equal ones. An adapter then costs the
+            memory of the layers that it changes. Default None = no weights are shared.
 
     Raises:
         ForedraftError: one line that says what to do.
@@ -88,6 +91,8 @@ class LLM(CompletionGenerator):
         fused: bool | None = None,
         is_debug: bool = False,
         tensor_parallel_size: int = 1,
+        lora: str | Path | None = None,
+        shares_weights_of: "LLM | None" = None,
     ) -> None:
         check_process()
         self._named_rule = parse_rule(drafter, verify)
@@ -95,6 +100,7 @@ class LLM(CompletionGenerator):
         loaded = load_target(
             model, dtype=dtype, quantization=quantization, device=device, tokenizer=tokenizer,
             max_model_len=max_model_len, fused=fused, revision=revision, tensor_parallel_size=tensor_parallel_size,
+            lora=lora, sharer=None if shares_weights_of is None else shares_weights_of.target,
         )  # fmt: skip
         self.target, self.tokenizer = loaded.model, loaded.tokenizer
         self.builtin, self.fused = loaded.builtin, loaded.fused

@@ -17,6 +17,7 @@ import typer
 
 from foredraft.cli.backend import CliBackend, load_llm, resolve_single_method
 from foredraft.cli.engine_options import LOAD_PANEL, EngineOptions
+from foredraft.cli.model_list import is_named
 from foredraft.cli.options import ModelOptions, _make_option, _parse_value, with_options
 from foredraft.cli.progress import ProgressBar
 from foredraft.cli.render import make_console
@@ -163,6 +164,8 @@ def batch(ctx: typer.Context, options: BatchOptions) -> None:
     Example: foredraft batch prompts.txt results.jsonl
     """
     options = read_drafter_options(options)
+    if options.model is not None and is_named(options.model):
+        raise UsageError("a batch has one model; give --model PATH, and its name with --served-model-name")
     backend: CliBackend = ctx.obj or CliBackend()
     method = resolve_single_method(options, backend, "a batch")
     kv_memory = options.kv_bytes

@@ -46,6 +46,7 @@ DRAFTER_FIELDS = frozenset(
     }
 )
 ADDRESS_FIELDS = frozenset({"model_argument", "host", "port", "api_key"})
+LIST_FIELDS = frozenset({"models", "lora", "admin_key"})  # of a server with several models, which is not handed over
 
 
 class HandoverCommand(Command):
@@ -125,6 +126,10 @@ def handover(ctx: typer.Context, options: HandoverOptions) -> None:
         raise UsageError(f"name the engine with --engine; one of: {', '.join(load_engines())}")
     engine, output = find_engine(options.engine), find_format(options.fmt)
     options = read_drafter_options(apply_positional(options))
+    if options.has_models:
+        raise UsageError(
+            "a handover has one model; leave --model NAME=PATH, --lora and --admin-key out, and hand over each alone"
+        )
     backend: CliBackend = ctx.obj or CliBackend()
     build_settings(options)  # report invalid options of the server
     method = resolve_single_method(options, backend, "a handover")
@@ -196,7 +201,7 @@ def list_given(options: HandoverOptions) -> dict[str, Any]:
     given = {
         option.name: value
         for option in fields(ServeOptions)
-        if option.name not in own | DRAFTER_FIELDS | ADDRESS_FIELDS
+        if option.name not in own | DRAFTER_FIELDS | ADDRESS_FIELDS | LIST_FIELDS
         and (value := getattr(options, option.name)) != option.default
     }
     names = read_model_names(options)

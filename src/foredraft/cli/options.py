@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 Options = TypeVar("Options")
 NONE = "none"  # value of --spec-method for plain decoding
 AUTO = "auto"  # value of --spec-method for an ensemble of the best methods that exist for the target
+COMMAND_LINE = "command_line"  # key of a field's metadata; False = the field is no option of the command line
 METHOD_SEPARATOR = "+"  # between the members of an ensemble in --spec-method
 
 
@@ -380,6 +381,8 @@ def with_options(options: type[Options]) -> Callable[[Callable[[typer.Context, O
         kind = inspect.Parameter.KEYWORD_ONLY
         parameters = [inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)]
         for spec in fields(options):  # type: ignore[arg-type]
+            if not spec.metadata.get(COMMAND_LINE, True):
+                continue
             is_required = spec.default is MISSING and spec.default_factory is MISSING
             default = inspect.Parameter.empty if is_required else None if spec.default is MISSING else spec.default
             parameters.append(inspect.Parameter(spec.name, kind, default=default, annotation=spec.type))

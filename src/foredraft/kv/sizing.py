@@ -17,7 +17,7 @@ class MemoryLimits:
     """Sizes of the KV memory and of a step.
 
     `kv_tokens` goes before `kv_memory`. If both are None, the KV memory holds a full batch at full context, but takes
-    at most a quarter of the free memory.
+    at most a quarter of the free memory, times `kv_share`.
     """
 
     kv_tokens: int | None = None  # KV memory in tokens
@@ -25,6 +25,7 @@ class MemoryLimits:
     max_batch: int = 32  # requests per step
     max_step_tokens: int = 2048  # rows of one forward pass of the target
     kv_memory: int | None = None  # KV memory of target and drafter together, in bytes
+    kv_share: float = 1.0  # share of the default KV memory, for one of several models; above 0, at most 1
     prefix_cache: bool = True  # share pages of equal prefixes; False = only among the samples of one prompt
 
     def num_pages(self, context_length: int, bytes_per_token: int, device: torch.device) -> int:
@@ -52,7 +53,8 @@ class MemoryLimits:
                 )
             return tokens // size + 1
         full_batch = self.max_batch * min(context_length, MAX_SIZED_CONTEXT)
-        fits = get_available_memory(device) // FREE_MEMORY_DIVISOR // bytes_per_token
+        default_memory = int(get_available_memory(device) // FREE_MEMORY_DIVISOR * self.kv_share)
+        fits = default_memory // bytes_per_token
         return max(min(full_batch, fits) // size, 2) + 1
 
 

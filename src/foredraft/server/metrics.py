@@ -92,6 +92,10 @@ class ServerMetrics:
         """
         self.worker, self.simulated_rate = worker, simulated_rate
 
+    def detach_worker(self) -> None:
+        """Drop the worker, which holds the metrics as its observer: the model is freed without the cyclic collector."""
+        self.worker = None
+
     def on_step(self, requests: Sequence[Request], report: StepReport) -> None:
         """Record a step. Runs on the engine's thread."""
         self.steps.step_time.observe(report.step_time)

@@ -98,7 +98,7 @@ def check_started(service: "Service", parts: Sequence[ChoicePart]) -> None:
     """Raise ApiError if all choices were aborted without a token, by the deadline (504) or a shutdown (503)."""
     if all(part.finish_reason == "abort" and not part.tokens for part in parts):
         if service.is_stopping:
-            raise make_unavailable_error("the server is shutting down")
+            raise make_unavailable_error(service.stop_message)
         raise ApiError(504, str(parts[0].stop_reason or "the request was aborted"))
 
 

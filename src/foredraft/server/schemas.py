@@ -140,10 +140,15 @@ def join_text(content: str | list[TextContentPart]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
-class GenerationRequest(StrictModel):
-    """Fields of both generation routes."""
+class RoutedRequest(StrictModel):
+    """Request that may name a model of the server."""
 
     model: str | None = None
+
+
+class GenerationRequest(RoutedRequest):
+    """Fields of both generation routes."""
+
     max_tokens: Count | None = None
     min_tokens: Count = 0
     n: Annotated[int, Field(ge=1)] = 1
@@ -227,10 +232,9 @@ class ChatRequest(GenerationRequest):
     echo: Literal[False] = False
 
 
-class TokenizeRequest(StrictModel):
+class TokenizeRequest(RoutedRequest):
     """Tokenization of a text, or of messages that the chat template renders (POST /tokenize)."""
 
-    model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1)] | None = None
     add_special_tokens: bool | None = None
@@ -239,10 +243,9 @@ class TokenizeRequest(StrictModel):
     return_token_strs: bool | None = None
 
 
-class DetokenizeRequest(StrictModel):
+class DetokenizeRequest(RoutedRequest):
     """Conversion of token ids to text (POST /detokenize)."""
 
-    model: str | None = None
     tokens: Annotated[list[TokenId], Field(fail_fast=True)]
 
 
