@@ -1,6 +1,7 @@
 """A front with replicas, all in threads of the test's own process."""
 
 import asyncio
+import concurrent.futures
 import contextlib
 import threading
 import time
@@ -75,7 +76,9 @@ class RunningFront:
             for task in replica._exchanges:
                 task.get_coro().cr_frame.f_locals["writer"].transport.abort()
 
-        replica._loop.call_soon_threadsafe(close)
+        closed = concurrent.futures.Future()
+        replica._loop.call_soon_threadsafe(lambda: closed.set_result(close()))
+        closed.result()
 
 
 @contextlib.contextmanager
