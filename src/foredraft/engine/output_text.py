@@ -12,22 +12,29 @@ class OutputText:
     Text that may begin a stop string is pending. The other text is released, and final until `restart`.
     """
 
-    def __init__(self, tokenizer: Any | None, prompt: Sequence[int], stop_strings: Sequence[str]) -> None:
+    def __init__(
+        self,
+        tokenizer: Any | None,
+        prompt: Sequence[int],
+        stop_strings: Sequence[str],
+        shown_tokens: Sequence[int] = (),
+    ) -> None:
         """Begin an empty text.
 
         Args:
             tokenizer: transformers tokenizer. None = all text is empty.
             prompt: token ids before the output.
             stop_strings: strings of which no part may be released while it may become complete.
+            shown_tokens: control tokens whose names are part of the text. Default () = none.
         """
         self.stop_strings = stop_strings
         self._longest_stop = max(map(len, stop_strings), default=0)
-        self._tokenizer, self._prompt = tokenizer, prompt
+        self._tokenizer, self._prompt, self._shown_tokens = tokenizer, prompt, shown_tokens
         self.restart()
 
     def restart(self) -> None:
         """Begin again without a token."""
-        self._detokenizer = make_detokenizer(self._tokenizer, self._prompt)
+        self._detokenizer = make_detokenizer(self._tokenizer, self._prompt, self._shown_tokens)
         self.pending = ""  # end of the text, held back because it may begin a stop string
         self.released = ""
 
