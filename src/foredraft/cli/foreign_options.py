@@ -13,7 +13,7 @@ _KV_TYPE = f"{NO_OPTION_PREFIX}the KV cache has the model's dtype; --dtype chang
 _METHODS = ("--spec-method", "--methods METHOD", "--method METHOD")
 _LENGTHS = ("--spec-tokens", "--methods METHOD:TOKENS", "--fixed")
 _NO_GRAPHS = f"{NO_OPTION_PREFIX}there are no CUDA graphs and nothing is compiled at the start"
-_NO_TOOLS = f"{NO_OPTION_PREFIX}replies are text; tool calls and reasoning are not parsed"
+_TOOLS = f"{NO_OPTION_PREFIX}a request with tools may call them; see --tool-call-parser of foredraft serve"
 _SAFETENSORS = f"{NO_OPTION_PREFIX}weights are read from safetensors"
 
 # Option of another program or command -> the option to use, several of which the first that the command has, or advice.
@@ -76,9 +76,10 @@ FOREIGN_OPTIONS: dict[str, str | tuple[str, ...]] = {
     "--max-seq-len-to-capture": _NO_GRAPHS,
     "--disable-cuda-graph": _NO_GRAPHS,
     "--enable-torch-compile": _NO_GRAPHS,
-    "--enable-auto-tool-choice": _NO_TOOLS,
-    "--tool-call-parser": _NO_TOOLS,
-    "--reasoning-parser": _NO_TOOLS,
+    "--enable-auto-tool-choice": _TOOLS,
+    "--tool_parser": "--tool-call-parser",
+    "--reasoning_parser": "--reasoning-parser",
+    "--jinja": _TOOLS,
     "--guided-decoding-backend": f"{NO_OPTION_PREFIX}llguidance makes the grammars (extra [grammar])",
     "--grammar-backend": f"{NO_OPTION_PREFIX}llguidance makes the grammars (extra [grammar])",
     "--enable-metrics": f"{NO_OPTION_PREFIX}GET /metrics of foredraft serve always answers",

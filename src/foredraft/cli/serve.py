@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from foredraft.server.settings import ServerSettings
 
 SERVER_PANEL = "Server"
+# Names of foredraft.server.messages.formats, which is not imported before a server starts; a test compares them.
+CALL_FORMAT_NAMES = ("harmony", "mistral-args", "mistral", "hermes", "llama3", "json")
+REASONING_FORMAT_NAMES = ("harmony", "think", "mistral", NONE)
 API_KEY_VARIABLE = "FOREDRAFT_API_KEY"
 INSTALL_ERROR = f"foredraft serve needs FastAPI, uvicorn and prometheus-client: {format_install_command('serve')}"
 
@@ -70,6 +73,22 @@ class ServeOptions(ReplicaOptions):
             "File with a Jinja chat template. For a model without a template, 'plain' writes lines of the form role: "
             "content, and 'none' refuses chat requests. Default: the model's template, else plain.",
             panel=SERVER_PANEL,
+        ),
+    ] = None
+    tool_call_parser: Annotated[
+        str | None,
+        _make_option(
+            f"Format of tool calls: {', '.join(CALL_FORMAT_NAMES)}. Default: by the chat template.",
+            panel=SERVER_PANEL,
+            metavar="NAME",
+        ),
+    ] = None
+    reasoning_parser: Annotated[
+        str | None,
+        _make_option(
+            f"Format of reasoning: {', '.join(REASONING_FORMAT_NAMES)}. Default: by the chat template.",
+            panel=SERVER_PANEL,
+            metavar="NAME",
         ),
     ] = None
     allowed_host: Annotated[
@@ -249,6 +268,8 @@ def build_settings(options: ServeOptions) -> "ServerSettings":
         drain_timeout=options.drain_timeout,
         chat_template=_read_template(options.chat_template),
         has_plain_template=options.chat_template != NONE,
+        tool_call_parser=_read_format("--tool-call-parser", options.tool_call_parser, CALL_FORMAT_NAMES),
+        reasoning_parser=_read_format("--reasoning-parser", options.reasoning_parser, REASONING_FORMAT_NAMES),
         has_spec_metrics=options.per_request_spec_metrics,
         has_vllm_names=not options.no_vllm_metrics,
         has_traces=options.traces,
@@ -309,6 +330,13 @@ def _read_template(name: str | None) -> str | None:
     if name is None or name in (NONE, "plain"):
         return None
     return read_template_file(name)
+
+
+def _read_format(option: str, name: str | None, names: tuple[str, ...]) -> str:
+    """Return the name of a format. Raises UsageError for an unknown one."""
+    if name not in (None, AUTO, *names):
+        raise UsageError(f"{option} {name} does not exist; use one of {', '.join((AUTO, *names))}")
+    return AUTO if name is None else name
 
 
 def build_worker_limits(options: ServeOptions) -> "WorkerLimits":

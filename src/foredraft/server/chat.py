@@ -16,6 +16,7 @@ from foredraft.server.grammars import find_grammar_field, read_grammar
 from foredraft.server.logprobs import format_chat_logprobs, format_prompt_logprobs
 from foredraft.server.message_stream import MessageStream
 from foredraft.server.messages.assistant_message import AssistantMessage
+from foredraft.server.messages.reasoning_format import ReasoningStart
 from foredraft.server.messages.tools import ToolUse
 from foredraft.server.prompts import check_text_size, encode_prediction
 from foredraft.server.responses import (
@@ -49,7 +50,7 @@ class PreparedChat:
 
     submission: PromptSubmission
     use: ToolUse
-    is_open: bool  # the output begins inside the reasoning
+    start: ReasoningStart  # place of the output's first token
 
 
 def _check_request(request: ChatRequest) -> None:
@@ -80,16 +81,16 @@ def _prepare_chat(service: Service, request: ChatRequest) -> PreparedChat:
     service.check_output_length(len(ids), getattr(request, name), name)
     max_tokens = getattr(request, name) or service.count_free_tokens(len(ids))
     count = (request.top_logprobs or 0) if request.logprobs else None
-    is_open = service.dialect.opens_reasoning(chat.end, own)
+    start = service.dialect.find_start(chat.end, own)
     grammar_field = find_grammar_field(request) or ("tools" if use.tools else None)
     try:
-        grammar = service.dialect.build_grammar(use, own, is_open)
+        grammar = service.dialect.build_grammar(use, own, start)
     except ForedraftError as error:
         raise ApiError(400, f"{grammar_field}: {error}", grammar_field) from None
     sampling = build_sampling(request, max_tokens, count, request.prompt_logprobs, grammar)
     shown_tokens = service.dialect.list_shown_tokens(use)
     options = build_options(request, encode_prediction(service, request), service.llm.rule, shown_tokens)
-    return PreparedChat(PromptSubmission(ids, sampling, options, grammar_field), use, is_open)
+    return PreparedChat(PromptSubmission(ids, sampling, options, grammar_field), use, start)
 
 
 def _encode_messages(service: Service, request: ChatRequest, use: ToolUse) -> EncodedChat:
@@ -116,9 +117,7 @@ class ChatResponse:
             ChoiceStream.for_transcript(request, transcript, i, field)
             for i, transcript in enumerate(generation.transcripts)
         ]
-        self.streams = [
-            MessageStream(service.dialect.make_parser(prepared.use, prepared.is_open)) for _ in self.choices
-        ]
+        self.streams = [MessageStream(service.dialect.make_parser(prepared.use, prepared.start)) for _ in self.choices]
 
     def build_usage(self) -> dict[str, Any]:
         return count_usage(self.choices, self.request.n)

@@ -14,8 +14,10 @@ from foredraft.errors import ForedraftError
 from foredraft.server.messages.assistant_message import AssistantMessage
 from foredraft.server.messages.dialect import Dialect
 from foredraft.server.messages.events import ArgumentsPiece, CallStart
+from foredraft.server.messages.reasoning_format import ReasoningStart
 from foredraft.server.messages.tools import NO_TOOLS, Tool, ToolUse
 
+BEFORE, INSIDE = ReasoningStart.BEFORE, ReasoningStart.INSIDE
 WEATHER, SUM = Tool("get_weather", "weather"), Tool("sum-up", "adds")
 TOOLS = ToolUse((WEATHER, SUM))
 PARIS = '{"city": "Paris \\"é\\" {", "days": [1, {"a": 2}]}'
@@ -106,7 +108,7 @@ PROSE = [
 def parse(case: Case, pieces: list[str], use: ToolUse = TOOLS) -> tuple[str, str, Calls]:
     dialect = Dialect.from_template(None, {}, case.calls_format, case.reasoning_format)
     ids = map("id{}".format, itertools.count())
-    parser = dialect.make_parser(use, case.is_open, lambda: next(ids))
+    parser = dialect.make_parser(use, INSIDE if case.is_open else BEFORE, lambda: next(ids))
     assert parser is not None
     message, started = AssistantMessage(), 0
     for events in [*map(parser.push, pieces), parser.finish()]:
@@ -174,7 +176,7 @@ def test_random_texts_have_one_meaning_for_all_cuts(calls_format: str, reasoning
 
 
 def test_arguments_stream_before_they_are_complete():
-    parser = Dialect.from_template(None, {}, "hermes").make_parser(TOOLS, False)
+    parser = Dialect.from_template(None, {}, "hermes").make_parser(TOOLS, BEFORE)
     assert parser is not None
     assert parser.push('<tool_call>{"name": "sum-up", "arguments": ') == []
     first, piece = parser.push('{"a": ')
@@ -185,7 +187,7 @@ def test_arguments_stream_before_they_are_complete():
 
 
 def test_a_text_without_tools_and_reasoning_needs_no_parser():
-    assert Dialect.from_template(None, {}).make_parser(NO_TOOLS, False) is None
+    assert Dialect.from_template(None, {}).make_parser(NO_TOOLS, BEFORE) is None
     thinking = Case("json", "<think>a</think>{}", reasoning_format="think")
     assert parse(thinking, [thinking.text], NO_TOOLS) == ("a", "{}", [])
 

@@ -10,7 +10,7 @@ from foredraft.server.messages.call_format import CallFormat
 from foredraft.server.messages.formats import AUTO, NONE, find_call_format, find_reasoning_format
 from foredraft.server.messages.lark_writer import LarkWriter
 from foredraft.server.messages.parser import CallNumbering, MessageParser, PlainParser, make_call_id
-from foredraft.server.messages.reasoning_format import ReasoningFormat
+from foredraft.server.messages.reasoning_format import ReasoningFormat, ReasoningStart
 from foredraft.server.messages.tools import ToolUse
 
 JSON_KINDS = ("json_schema", "json_object")
@@ -42,15 +42,16 @@ class Dialect:
             )
         return cls(calls_format, reasoning_format, special_ids)
 
-    def opens_reasoning(self, prompt: str, own: Grammar | None = None) -> bool:
-        """Whether the output begins inside the reasoning.
+    def find_start(self, prompt: str, own: Grammar | None = None) -> ReasoningStart:
+        """Find where an output begins.
 
         Args:
             prompt: text of the prompt, or its end.
             own: grammar of the content. Before a grammar that is not for JSON there is no reasoning.
         """
-        is_plain = own is None or own.kind in JSON_KINDS
-        return is_plain and self.reasoning is not None and self.reasoning.opens(prompt)
+        if self.reasoning is None or (own is not None and own.kind not in JSON_KINDS):
+            return ReasoningStart.AFTER
+        return self.reasoning.find_start(prompt)
 
     def list_shown_tokens(self, use: ToolUse) -> tuple[int, ...]:
         """List the control tokens whose text the parser needs."""
@@ -59,32 +60,32 @@ class Dialect:
         return tuple(sorted(self.special_ids[mark] for mark in marks if mark in self.special_ids))
 
     def make_parser(
-        self, use: ToolUse, is_open: bool, make_id: Callable[[], str] = make_call_id
+        self, use: ToolUse, start: ReasoningStart, make_id: Callable[[], str] = make_call_id
     ) -> MessageParser | None:
         """Make the parser of one answer; None if all of its text is content.
 
         Args:
             use: tools that the answer may call.
-            is_open: the output begins inside the reasoning.
+            start: place of the output's first token.
             make_id: function that makes the id of a call.
         """
         if not use.tools and self.reasoning is None:
             return None
         numbering = CallNumbering(use.names, make_id)
         parser: MessageParser = self.calls.make_parser(numbering) if use.tools else PlainParser()
-        return parser if self.reasoning is None else self.reasoning.make_parser(parser, is_open)
+        return parser if self.reasoning is None else self.reasoning.make_parser(parser, start)
 
     def needs_grammar(self, use: ToolUse) -> bool:
         """Whether the calls of an answer are enforced."""
         return bool(use.tools) and (use.is_required or use.is_strict or not use.is_parallel)
 
-    def build_grammar(self, use: ToolUse, own: Grammar | None, is_open: bool) -> Grammar | None:
+    def build_grammar(self, use: ToolUse, own: Grammar | None, start: ReasoningStart) -> Grammar | None:
         """Build the grammar of an answer; None if every text is allowed.
 
         Args:
             use: tools that the answer may or must call.
             own: grammar of the content, which the request sets itself.
-            is_open: the output begins inside the reasoning.
+            start: place of the output's first token.
 
         Raises:
             ForedraftError: the grammars exclude each other, or the schema of a tool cannot be used.
@@ -94,7 +95,7 @@ class Dialect:
         if own is None and not self.needs_grammar(use):
             return None
         writer = LarkWriter(self.special_ids)
-        prefix = "" if self.reasoning is None else self.reasoning.write_prefix(writer, is_open)
+        prefix = "" if self.reasoning is None else self.reasoning.write_prefix(writer, start)
         if own is not None:
             mark = "" if self.reasoning is None else self.reasoning.write_content_mark(writer)
             answer = f"{mark} {writer.add_schema(json.loads(own.source or _ANY_OBJECT))}"

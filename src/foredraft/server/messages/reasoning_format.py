@@ -1,6 +1,7 @@
 """Formats of reasoning: how an answer is parsed, and what a grammar allows before the answer itself."""
 
 from dataclasses import dataclass
+from enum import Enum
 from typing import Protocol
 
 from foredraft.server.messages import harmony
@@ -8,6 +9,14 @@ from foredraft.server.messages.harmony import HarmonyParser
 from foredraft.server.messages.lark_writer import LarkWriter
 from foredraft.server.messages.parser import MessageParser
 from foredraft.server.messages.thinking import ThinkParser
+
+
+class ReasoningStart(Enum):
+    """Place of an output's first token."""
+
+    BEFORE = "before"  # the output may begin with reasoning
+    INSIDE = "inside"  # the prompt has opened the reasoning
+    AFTER = "after"  # the prompt has closed it
 
 
 class ReasoningFormat(Protocol):
@@ -29,13 +38,13 @@ class ReasoningFormat(Protocol):
     def has_channels(self) -> bool:
         """Whether every text of an answer has a channel, so that its calls have the same format."""
 
-    def opens(self, prompt: str) -> bool:
-        """Whether the output after this prompt begins inside the reasoning."""
+    def find_start(self, prompt: str) -> ReasoningStart:
+        """Find where the output after this prompt begins."""
 
-    def make_parser(self, inner: MessageParser, is_open: bool) -> MessageParser:
+    def make_parser(self, inner: MessageParser, start: ReasoningStart) -> MessageParser:
         """Make a parser of the reasoning, which gives the other text to `inner`."""
 
-    def write_prefix(self, writer: LarkWriter, is_open: bool) -> str:
+    def write_prefix(self, writer: LarkWriter, start: ReasoningStart) -> str:
         """Write the rules of the text before an answer. Returns its expression."""
 
     def write_content_mark(self, writer: LarkWriter) -> str:
@@ -59,15 +68,20 @@ class ThinkFormat:
     def tokens(self) -> tuple[str, ...]:
         return self.opening, self.closing
 
-    def opens(self, prompt: str) -> bool:
-        return prompt.rstrip().endswith(self.opening)
+    def find_start(self, prompt: str) -> ReasoningStart:
+        text = prompt.rstrip()
+        if text.endswith(self.opening):
+            return ReasoningStart.INSIDE
+        return ReasoningStart.AFTER if text.endswith(self.closing) else ReasoningStart.BEFORE
 
-    def make_parser(self, inner: MessageParser, is_open: bool) -> MessageParser:
-        return ThinkParser(inner, self.opening, self.closing, is_open)
+    def make_parser(self, inner: MessageParser, start: ReasoningStart) -> MessageParser:
+        return ThinkParser(inner, self.opening, self.closing, start is ReasoningStart.INSIDE)
 
-    def write_prefix(self, writer: LarkWriter, is_open: bool) -> str:
+    def write_prefix(self, writer: LarkWriter, start: ReasoningStart) -> str:
+        if start is ReasoningStart.AFTER:
+            return ""
         rest = rf"{writer.spell_until(self.closing)} /\n{{0,2}}/"
-        return rest if is_open else f"({writer.spell(self.opening)} {rest})?"
+        return rest if start is ReasoningStart.INSIDE else f"({writer.spell(self.opening)} {rest})?"
 
     def write_content_mark(self, writer: LarkWriter) -> str:
         return ""
@@ -82,16 +96,16 @@ class HarmonyReasoning:
     tokens: tuple[str, ...] = harmony.TOKENS
     has_channels: bool = True
 
-    def opens(self, prompt: str) -> bool:
-        return False
+    def find_start(self, prompt: str) -> ReasoningStart:
+        return ReasoningStart.BEFORE
 
-    def make_parser(self, inner: MessageParser, is_open: bool) -> MessageParser:
+    def make_parser(self, inner: MessageParser, start: ReasoningStart) -> MessageParser:
         return inner if isinstance(inner, HarmonyParser) else HarmonyParser(inner)
 
-    def write_prefix(self, writer: LarkWriter, is_open: bool) -> str:
-        channel, message, start = (writer.spell(mark) for mark in (harmony.CHANNEL, harmony.MESSAGE, harmony.START))
+    def write_prefix(self, writer: LarkWriter, start: ReasoningStart) -> str:
+        channel, message, begin = (writer.spell(mark) for mark in (harmony.CHANNEL, harmony.MESSAGE, harmony.START))
         body = f'("analysis" | "commentary") {message} {writer.spell_until("<|end|>")}'
-        return f'({channel} {body} {start} "assistant"){{0,4}}'
+        return f'({channel} {body} {begin} "assistant"){{0,4}}'
 
     def write_content_mark(self, writer: LarkWriter) -> str:
         return f'{writer.spell(harmony.CHANNEL)} "final" {writer.spell(harmony.MESSAGE)}'
