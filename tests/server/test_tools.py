@@ -138,3 +138,154 @@ def test_a_required_call_follows_its_schema(family: tuple[str, RunningServer, li
             arguments = json.loads(call["function"]["arguments"])
             is_weather = call["function"]["name"] == "get_weather" and choice == "required"
             assert set(arguments) == ({"city"} if is_weather else set())
+
+
+def run_agent(client: openai.OpenAI, functions: dict[str, Any], messages: list[Any], is_streamed: bool) -> list[Any]:
+    """Call the model and its tools until it answers, as agents do. Returns the conversation."""
+    for _ in range(5):
+        body: dict[str, Any] = {"messages": messages, "tools": TOOLS, "temperature": 0}
+        if is_streamed:
+            message = accumulate(client, **body)[0].message
+        else:
+            message = client.chat.completions.create(model=NAME, **body).choices[0].message
+        messages.append(message.model_dump(exclude_none=True, exclude={"parsed"}))
+        if not message.tool_calls:
+            return messages
+        for entry in messages[-1].get("tool_calls", ()):
+            entry["function"].pop("parsed_arguments", None)
+        for call in message.tool_calls:
+            result = functions[call.function.name](**json.loads(call.function.arguments))
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+    raise AssertionError("the agent does not end")
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_an_agent_calls_its_tools_until_the_model_answers(hermes: tuple[RunningServer, list[str]], is_streamed: bool):
+    server, scripts = hermes
+    call = f'<tool_call>\n{{"name": "get_weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
+    scripts[:] = [f'Both.\n{call}\n<tool_call>\n{{"name": "get_time", "arguments": {{}}}}\n</tool_call>', call, "Done."]
+    seen: list[str] = []
+    functions = {
+        "get_weather": lambda city: seen.append(city) or f"sunny in {city}",
+        "get_time": lambda: seen.append("time") or "noon",
+    }
+    with make_client(server) as client:
+        messages = run_agent(client, functions, [USER], is_streamed)
+    assert seen == ["Köln", "time", "Köln"]
+    assert [message["role"] for message in messages] == "user assistant tool tool assistant tool assistant".split()
+    assert (messages[1]["content"], messages[-1]["content"]) == ("Both.", "Done.")
+    assert scripts == []
+
+
+def read_stream(server: RunningServer, **body: Any) -> list[dict[str, Any]]:
+    """Return the choices of a stream, with their deltas joined."""
+    found = [{"content": "", "reasoning": "", "calls": {}, "tokens": [], "finish": None} for _ in range(body["n"])]
+    for chunk in server.chunks(PATH, **body):
+        for choice in chunk["choices"]:
+            one, delta = found[choice["index"]], choice["delta"]
+            one["content"] += delta.get("content") or ""
+            one["reasoning"] += delta.get("reasoning_content") or ""
+            one["tokens"] += choice.get("token_ids", [])
+            one["finish"] = choice["finish_reason"] or one["finish"]
+            for call in delta.get("tool_calls", ()):
+                known = one["calls"].setdefault(call["index"], {"name": "", "arguments": ""})
+                known["name"] += call["function"].get("name", "")
+                known["arguments"] += call["function"]["arguments"]
+    return found
+
+
+def test_a_stream_of_several_choices_is_the_plain_answer(family: tuple[str, RunningServer, list[str]]):
+    """Random weights under a grammar, with reasoning if the family has some; token ids are those of the answer."""
+    name, server, scripts = family
+    scripts.clear()
+    body = {
+        "messages": [USER], "tools": TOOLS, "tool_choice": "required", "seed": 3, "n": 2, "max_tokens": 60,
+        "return_token_ids": True, "logprobs": name == "json",
+    }  # fmt: skip
+    plain = server.post_ok(PATH, **body)["choices"]
+    for one, choice in zip(read_stream(server, **body), plain, strict=True):
+        message = choice["message"]
+        calls = [call["function"] for call in message.get("tool_calls", ())]
+        assert list(one["calls"].values()) == calls
+        assert one["content"] == (message["content"] or "")
+        assert one["reasoning"] == message.get("reasoning_content", "")
+        assert (one["tokens"], one["finish"]) == (choice["token_ids"], choice["finish_reason"])
+
+
+def test_json_as_the_content_goes_with_tools(family: tuple[str, RunningServer, list[str]]):
+    """The answer is JSON of the one schema, or calls of the others; another grammar, or a required call, excludes it."""
+    name, server, scripts = family
+    scripts.clear()
+    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"],
+              "additionalProperties": False}  # fmt: skip
+    asked = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    body: dict[str, Any] = {"messages": [USER], "tools": TOOLS, "max_tokens": 300}
+    if name == "hermes":
+        body["chat_template_kwargs"] = {"enable_thinking": False}
+    if name == "harmony":
+        body["logit_bias"] = {str(server.service.vocabulary.special_ids["<|end|>"]): 100}
+    kinds = set()
+    for seed in range(6):
+        (choice,) = server.post_ok(PATH, **body, response_format=asked, seed=seed, parallel_tool_calls=False)["choices"]
+        message = choice["message"]
+        kinds.add(choice["finish_reason"])
+        if choice["finish_reason"] == "stop":
+            assert isinstance(json.loads(message["content"])["ok"], bool)
+        else:
+            assert json.loads(message["tool_calls"][0]["function"]["arguments"]) is not None
+    assert kinds <= {"stop", "tool_calls"}
+    for extra in ({"regex": "a"}, {"response_format": asked, "tool_choice": "required"}):
+        refused = server.post(PATH, body | extra)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, next(iter(extra)))
+
+
+def test_strict_tools_constrain_the_calls_of_a_free_answer(hermes: tuple[RunningServer, list[str]]):
+    """The script calls with wrong arguments; the grammar leaves it no such token."""
+    server, scripts = hermes
+    strict = {"type": "function", "function": WEATHER["function"] | {"strict": True}}
+    wrong = '<tool_call>\n{"name": "get_weather", "arguments": {"town": 1}}\n</tool_call>'
+    body: dict[str, Any] = {"messages": [USER], "max_tokens": 200, "seed": 1}
+    for tool, is_valid in ((WEATHER, False), (strict, True)):
+        scripts[:] = [f"I look. {wrong}"]
+        (choice,) = server.post_ok(PATH, **body, tools=[tool])["choices"]
+        (call,) = choice["message"]["tool_calls"][:1]
+        assert ("city" in call["function"]["arguments"]) == is_valid
+
+
+def test_one_call_at_most_if_calls_are_not_parallel(hermes: tuple[RunningServer, list[str]]):
+    server, scripts = hermes
+    call = '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
+    for is_parallel in (True, False):
+        scripts[:] = [f"{call}\n{call}"]
+        body = {"messages": [USER], "tools": TOOLS, "parallel_tool_calls": is_parallel, "max_tokens": 200}
+        (choice,) = server.post_ok(PATH, **body)["choices"]
+        assert len(choice["message"]["tool_calls"]) == (2 if is_parallel else 1)
+
+
+def test_an_output_that_is_cut_keeps_its_reason(hermes: tuple[RunningServer, list[str]]):
+    server, scripts = hermes
+    call = f'<tool_call>\n{{"name": "get_weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
+    for extra, reason in (({"max_tokens": 50}, "length"), ({"stop": ["K"]}, "tool_calls")):
+        scripts[:] = [call]
+        (choice,) = server.post_ok(PATH, messages=[USER], tools=TOOLS, **extra)["choices"]
+        assert choice["finish_reason"] == reason
+        assert choice["message"]["tool_calls"][0]["function"]["arguments"] == ARGUMENTS[: ARGUMENTS.index("K")] or (
+            reason == "length"
+        )
+
+
+def test_reasoning_can_be_left_in_the_content():
+    with serve_scripts(chat_templates.THINKING, reasoning_parser="none") as (server, scripts):
+        scripts[:] = ["Hm.</think> Yes."]
+        assert server.chat("the end")["choices"][0]["message"]["content"] == "Hm.</think> Yes."
+
+
+def test_json_follows_the_reasoning():
+    """The grammar of the content begins after the reasoning that the prompt opens."""
+    with serve_scripts(chat_templates.THINKING) as (server, scripts):
+        scripts[:] = ['Hm.\n</think>\n{"a": 1}']
+        message = server.chat("the end", response_format={"type": "json_object"})["choices"][0]["message"]
+        assert (message["reasoning_content"], json.loads(message["content"])) == ("Hm.", {"a": 1})
+        scripts[:] = ["yes"]
+        message = server.chat("the end", regex="yes|no")["choices"][0]["message"]
+        assert message == {"role": "assistant", "content": "yes", "refusal": None}
