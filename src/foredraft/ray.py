@@ -36,7 +36,7 @@ def app(args: Mapping[str, Any]) -> Any:
     for name in NOT_HERE:
         if name in args:
             raise UsageError(f"the option {name!r} is Ray's: give it in http_options of the configuration of Ray Serve")
-    options = resolve_options(ServeOptions(**parse_named_options(serve, args)))
+    options = resolve_options(ServeOptions(**parse_named_options(serve, {"replicas": 1, **args})))
     settings = build_settings(options)
     kv_memory = options.kv_bytes
     loader = ModelLoader(options, resolve_single_method(options, CliBackend(), "a server"), kv_memory)

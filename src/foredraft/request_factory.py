@@ -51,6 +51,8 @@ class RequestFactory:
         """
         ids, source = read_prompt(self.target, self.tokenizer, prompt)
         rule = self.rule if options.verify is None else find_rule(options.verify)
+        rule = rule or self._choose_rule(sampling)
+        _check_simulation(rule, sampling, options)
         prediction = encode_prediction(self.target, self.tokenizer, options.prediction)
         self._check_ids(sampling, prediction, options.shown_tokens)
         seed = int.from_bytes(os.urandom(8), "little") if sampling.seed is None else sampling.seed
@@ -70,7 +72,7 @@ class RequestFactory:
             eos_ids=self.end_ids,
             bad_words=bad_words,
             max_length=self.target.context_length,
-            rule=rule or self._choose_rule(sampling),
+            rule=rule,
             prediction=prediction,
             page_salt=page_salt,
             source=source,
@@ -113,6 +115,15 @@ class RequestFactory:
             raise ForedraftError(
                 f"{self.target.name} has no tokenizer, so stop strings cannot be found; use stop_token_ids"
             )
+
+
+def _check_simulation(rule: Rule, sampling: Sampling, options: RequestOptions) -> None:
+    """Raise ForedraftError for a grammar, which draft tokens do not follow that are accepted whatever p is."""
+    if rule.simulated_rate is not None and sampling.grammar is not None and options.num_speculative_tokens != 0:
+        raise ForedraftError(
+            "the grammar cannot be followed: acceptance is simulated, and drafts follow no grammar; leave it out, or "
+            "give this request the verification rule 'match', or 0 draft tokens"
+        )
 
 
 def choose_sampled_rule(spec: DrafterSpec, vocab_size: int) -> Rule:

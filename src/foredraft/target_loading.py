@@ -13,6 +13,7 @@ from foredraft.kernels.cpu.library import load_library
 from foredraft.kernels.quantize import check_quantization
 from foredraft.models.hf import HFModel
 from foredraft.models.loading import check_cpu_dtype, load_model, load_tokenizer, parse_device, read_vocab_size
+from foredraft.models.lora import merge_lora
 from foredraft.models.wrap import explain_unsupported_model, wrap_model
 from foredraft.tensor_parallel.checks import check_loaded_model, check_options
 from foredraft.tensor_parallel.loading import load_parallel_model
@@ -41,22 +42,23 @@ def load_target(
     revision: str | None,
     fused: bool | None,
     tensor_parallel_size: int,
+    lora: str | Path | None = None,
+    sharer: HFModel | None = None,
 ) -> LoadedTarget:
-    """Load a target; arguments as of `LLM`.
+    """Load a target; arguments as of `LLM`, whose `shares_weights_of` is `sharer`.
 
     Raises:
         ForedraftError: one line that says what to do.
     """
+    if lora is not None or sharer is not None:
+        _check_shared_load(model, tensor_parallel_size)
     if isinstance(model, HFModel):  # loaded by the caller
         return LoadedTarget(
             model.with_context(max_model_len), None if tokenizer == AUTO_TOKENIZER else tokenizer, None, False
         )
     check_quantization(quantization)
     check_options(tensor_parallel_size, quantization, fused)
-    if max_model_len is not None and (not isinstance(max_model_len, int) or isinstance(max_model_len, bool)):
-        raise ForedraftError(f"max_model_len must be an integer or None, got {max_model_len!r:.80}")
-    if not isinstance(tokenizer, (str, Path)) and not callable(tokenizer) and tokenizer is not None:
-        raise ForedraftError(f"tokenizer takes a tokenizer, its folder or hub id, or None; got {tokenizer!r:.80}")
+    _check_types(max_model_len, tokenizer)
     builtin = zoo.resolve_target(model)
     name = model if builtin is None else str(zoo.find_target_folder(builtin))
     parallel = None
@@ -69,6 +71,7 @@ def load_target(
             loaded = parallel.model
         else:
             loaded = load_model(folder, dtype, parse_device(device))
+        loaded = loaded if lora is None else merge_lora(loaded, lora, name)
     else:
         check_loaded_model(tensor_parallel_size)
         loaded, name = name, getattr(name, "name_or_path", "") or type(name).__name__
@@ -86,8 +89,26 @@ def load_target(
     if reason is not None:
         raise ForedraftError(f"{name} cannot run as native code ({reason}); leave fused out")
     is_fused = is_ours or quantization is not None if fused is None else fused
-    target = wrap_model(loaded, name, is_fused, is_ours, quantization).with_context(max_model_len)
+    target = wrap_model(loaded, name, is_fused, is_ours, quantization, sharer).with_context(max_model_len)
     return LoadedTarget(target, tokenizer, builtin, fused is not False)
+
+
+def _check_types(max_model_len: Any, tokenizer: Any) -> None:
+    """Raise ForedraftError for arguments of a wrong type."""
+    if max_model_len is not None and (not isinstance(max_model_len, int) or isinstance(max_model_len, bool)):
+        raise ForedraftError(f"max_model_len must be an integer or None, got {max_model_len!r:.80}")
+    if not isinstance(tokenizer, (str, Path)) and not callable(tokenizer) and tokenizer is not None:
+        raise ForedraftError(f"tokenizer takes a tokenizer, its folder or hub id, or None; got {tokenizer!r:.80}")
+
+
+def _check_shared_load(model: Any, tensor_parallel_size: int) -> None:
+    """Raise ForedraftError if a model cannot be loaded with an adapter or with weights of another model."""
+    if model is not None and not isinstance(model, (str, Path)):
+        raise ForedraftError(
+            "lora and shares_weights_of are for a model that is loaded here; give its folder or hub id"
+        )
+    if tensor_parallel_size > 1:
+        raise ForedraftError("lora and shares_weights_of run in one process; leave tensor_parallel_size out")
 
 
 def _load_tokenizer(source: str, model: Any, is_required: bool) -> Any | None:

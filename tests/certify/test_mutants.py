@@ -79,7 +79,9 @@ def adapt(name: str, function: object) -> Rule:
     [(make_chain, "auto"), (make_tree, "reject"), (make_chain, adapt("reject", mutants.make_reject_rule()))],
     ids=["auto", "trees", "adapted"],
 )
-def test_the_real_system_passes(make_drafter, verify):
+def test_the_real_system_passes(make_drafter, verify, monkeypatch):
+    if verify != "auto":
+        integrate_coarsely(monkeypatch)
     results = run_checks(make_drafter(), verify)
     assert [result for result in results if not result.is_passed] == []
     kinds = {result.name.partition(" (")[0] for result in results}
@@ -132,7 +134,8 @@ def test_a_comparison_that_is_not_strict_fails():
     assert check_extremes(adapt("reject", mutants.make_reject_rule())).is_passed
 
 
-def test_a_lossy_rule_fails():
+def test_a_lossy_rule_fails(monkeypatch):
+    integrate_coarsely(monkeypatch)
     assert find_failure(make_chain(), "typical") == "rule (typical)"
 
 
@@ -187,6 +190,7 @@ NOISE = {
 
 @pytest.mark.parametrize("name", NOISE)
 def test_wrong_random_numbers_fail(name, monkeypatch):
+    integrate_coarsely(monkeypatch)
     verify, make_table = NOISE[name]
     monkeypatch.setattr("foredraft.engine.engine.SeededNoise", engine_mutants.make_mutant_noise(make_table))
     assert find_failure(make_chain(), verify)
@@ -197,6 +201,7 @@ def test_a_race_that_is_not_exponential_fails(race, monkeypatch):
     def race_argmax(p, key: int) -> int:
         return int(race(torch.from_numpy(p)[None], torch.tensor([key])).argmax())
 
+    integrate_coarsely(monkeypatch)
     monkeypatch.setattr(rng, "exponential_race", race)
     monkeypatch.setattr(rng, "race_argmax", race_argmax)
     assert find_failure(make_chain()).startswith("first 3 tokens")

@@ -15,6 +15,7 @@ from foredraft.cli.render import make_console
 from foredraft.cli.shell import UsageError
 from foredraft.cli.train import TrainOptions, TrainProgress
 from foredraft.train.loop import TrainStatus
+from foredraft.train.remote.vllm_export import make_vllm_command
 from tests.support import tiny_models
 
 FEW = ("--context", "16", "--batch-tokens", "32", "--eval-prompts", "2", "--eval-tokens", "8", "--device", "cpu")
@@ -108,6 +109,19 @@ def test_a_chat_model_writes_its_own_texts_by_default(run, small, tmp_path):
     given = run(*asked, "-o", str(tmp_path / "given"), "--steps", "2", "--no-generate")
     assert given.code == 0, given.stderr
     assert not (tmp_path / "given" / "generated.jsonl").exists()
+
+
+def test_the_command_of_a_vllm_is_printed_and_nothing_is_trained(run, small, tmp_path):
+    asked = ["--model", str(small), *data(small), "-o", str(tmp_path / "o"), "--print-server-command"]
+    made = run("train", "eagle3", "--set", "taps=1", *asked, str(tmp_path))
+    assert (made.code, made.stdout) == (0, make_vllm_command(str(small), (1, 2), str(tmp_path)) + "\n")
+    assert (
+        run("train", "ngram_lm", *asked, str(tmp_path)).stdout
+        == make_vllm_command(str(small), (2,), str(tmp_path)) + "\n"
+    )
+    assert not (tmp_path / "o").exists()
+    joint = run("train", "medusa", "--set", "backbone=0.1", *asked, str(tmp_path))
+    assert joint.error_lines[-1].endswith("must be here, not on a server; leave backbone out")
 
 
 def test_a_table_is_counted(run, small, tmp_path):

@@ -132,7 +132,7 @@ def test_an_unknown_option_is_answered_with_the_one_that_was_meant(run, wrong, r
     ("wrong", "reason"),
     [
         ("--pipeline-parallel-size", "one server for each device"),
-        ("--lora", "merge the adapter"),
+        ("--trust-remote-code", "never run"),
         ("--draft-min", "from above"),
     ],
 )

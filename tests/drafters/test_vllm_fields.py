@@ -110,7 +110,7 @@ def test_the_rejection_sample_method_is_a_rule(value: str, rule: object) -> None
 
 def test_another_rejection_sample_method_is_refused() -> None:
     with pytest.raises(
-        ForedraftError, match=r"takes standard or block, got .synthetic.; synthetic .* changes the output"
+        ForedraftError, match=r"takes standard or block, got .synthetic.; --spec-simulate RATE simulates"
     ):
         LLM(drafter={"method": "ngram", "rejection_sample_method": "synthetic"})
 

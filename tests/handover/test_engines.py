@@ -4,7 +4,7 @@ from dataclasses import fields
 
 import pytest
 
-from foredraft.cli.handover import ADDRESS_FIELDS, DRAFTER_FIELDS
+from foredraft.cli.handover import ADDRESS_FIELDS, DRAFTER_FIELDS, LIST_FIELDS
 from foredraft.cli.serve import ServeOptions
 from foredraft.drafters.registry import load_methods
 from foredraft.errors import ForedraftError
@@ -12,7 +12,7 @@ from foredraft.handover.engine import EngineDrafter
 from foredraft.handover.registry import find_engine, load_engines
 
 ENGINES = load_engines()
-SERVER_OPTIONS = {option.name for option in fields(ServeOptions)} - DRAFTER_FIELDS - ADDRESS_FIELDS
+SERVER_OPTIONS = {option.name for option in fields(ServeOptions)} - DRAFTER_FIELDS - ADDRESS_FIELDS - LIST_FIELDS
 PAIRS = [(name, engine) for name, method in load_methods().items() for engine in method.counterparts]
 
 

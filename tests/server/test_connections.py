@@ -24,12 +24,13 @@ FILES = 128
 UNLOADED = """
 import resource
 from foredraft.server.lifecycle import ModelServer, listen
+from foredraft.server.served_models import ServedModels
 from foredraft.server.service import Service
 from foredraft.server.settings import ServerSettings
 resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
 sock = listen("127.0.0.1", 0)
 print(sock.getsockname()[1], flush=True)
-ModelServer(Service(ServerSettings())).run(sockets=[sock])
+ModelServer(ServedModels.single(Service(ServerSettings()))).run(sockets=[sock])
 """
 
 

@@ -17,6 +17,7 @@ from fastapi.testclient import TestClient
 from foredraft import LLM
 from foredraft.server.app import create_app
 from foredraft.server.playground import CONTENT_TYPES, STATIC_FOLDER, make_playground_router
+from foredraft.server.served_models import ServedModels
 from foredraft.server.service import Service
 from foredraft.server.settings import ServerSettings
 from tests.support.server.browser_pages import open_page, run, serve_app, styles, wait_until
@@ -274,7 +275,7 @@ def llm():
 def serve(llm: LLM, api_key: str | None = None) -> Iterator[str]:
     service = Service(ServerSettings(model_names=("builtin",), api_key=api_key))
     service.open(llm)
-    with serve_app(create_app(service)) as url:
+    with serve_app(create_app(ServedModels.single(service))) as url:
         yield url
 
 

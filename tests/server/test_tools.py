@@ -213,7 +213,7 @@ def test_a_stream_of_several_choices_is_the_plain_answer(family: tuple[str, Runn
 
 
 def test_json_as_the_content_goes_with_tools(family: tuple[str, RunningServer, list[str]]):
-    """The answer is JSON of the one schema, or calls of the others; another grammar, or a required call, excludes it."""
+    """The answer is JSON of its schema, or calls of the tools. Another grammar, or a required call, excludes that."""
     name, server, scripts = family
     scripts.clear()
     schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"],

@@ -32,6 +32,15 @@ def pieces(tokenizer: object, prompt: list[int], ids: list[int]) -> list[str]:
     return found
 
 
+def test_both_detokenizers_show_special_tokens_if_they_are_not_skipped() -> None:
+    tokenizer = tiny_models.tokenizer()
+    ids = [*tokenizer("ab").input_ids, 1, *tokenizer("c€").input_ids, 2]
+    quick, general = make_detokenizer(tokenizer, [1], False), WindowDetokenizer(tokenizer, [1], False)
+    assert isinstance(quick, ByteDetokenizer)
+    assert "".join(map(quick.push, ids)) == "".join(map(general.push, ids)) == "ab<stop>c€<pad>"
+    assert "".join(pieces(tokenizer, [1], ids)) == "abc€"
+
+
 def fallback_ids(text: str) -> list[int]:
     """Encode every character beyond ASCII in bytes, as a vocabulary without it does."""
     ids: list[int] = []

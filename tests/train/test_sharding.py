@@ -103,6 +103,17 @@ def test_every_method_learns_the_same(folder, method):
 
 
 @pytest.mark.soak
+def test_a_checkpoint_of_sharded_weights_goes_on_with_whole_ones(folder):
+    draft = SETTINGS["draft_model"]
+    for plan_changes, environment in (({"max_steps": 2}, SHARDED), ({}, {})):
+        result = launch(folder, "mixed", ("draft_model", draft, plan_changes), **environment)
+        assert result.returncode == 0, result.stderr
+    result = launch(folder, "unbroken", ("draft_model", draft, {}))
+    assert result.returncode == 0, result.stderr
+    compare(folder / "mixed" / "draft_model", folder / "unbroken" / "draft_model")
+
+
+@pytest.mark.soak
 def test_a_sharded_target_writes_the_same_texts(folder):
     """Every process generates them, and one writes them down."""
     changes = {"generate": True, "written": 12, "opening": 8}

@@ -6,6 +6,7 @@ from foredraft.batch.result import LineResult
 from foredraft.engine.worker import WorkerLimits
 from foredraft.llm import LLM
 from foredraft.server.app import create_app
+from foredraft.server.served_models import ServedModels
 from foredraft.server.service import Service
 from foredraft.server.settings import ServerSettings
 
@@ -26,7 +27,7 @@ class LineProcessor:
         largest = settings.limits.max_samples
         self._service = Service(settings, WorkerLimits(max_queue=self.concurrency * largest))
         self._service.open(llm)
-        self._app = create_app(self._service)
+        self._app = create_app(ServedModels.single(self._service))
 
     async def process(self, line: BatchLine) -> LineResult:
         """Process a line; an invalid one or a failed request has an error as its result."""

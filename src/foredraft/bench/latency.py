@@ -168,8 +168,9 @@ def build_category_rows(outcome: LatencyOutcome, sampling: Sampling) -> dict[str
 def _build_row(name: str, runs: Sequence[PromptRun], plain: Sequence[PromptRun], sampling: Sampling) -> LatencyRow:
     stats: Stats = sum_stats(completion.stats for run in runs for completion in run.completions)
     tokens, seconds = sum(len(run.tokens) for run in runs), sum(run.seconds for run in runs)
-    rule = RULES[runs[0].completions[0].verification]
-    is_reproducible = sampling.is_greedy or (sampling.seed is not None and rule.is_reproducible)
+    rule_name = runs[0].completions[0].verification
+    rule = RULES.get(rule_name)  # None = simulated acceptance, which is in no list
+    is_reproducible = sampling.is_greedy or (sampling.seed is not None and rule is not None and rule.is_reproducible)
     pairs = list(zip(runs, plain, strict=True))
     return LatencyRow(
         method=name,
@@ -184,7 +185,7 @@ def _build_row(name: str, runs: Sequence[PromptRun], plain: Sequence[PromptRun],
         prompts=len(runs),
         num_tokens=tokens,
         seconds=seconds,
-        verification=rule.name,
+        verification=rule_name,
     )
 
 

@@ -18,7 +18,7 @@ TOLERANCE = 0.02  # relative difference of norms: the same weights in another dt
 
 def compute_norms(embedding: Tensor) -> list[float]:
     """Return the norms of NUM_ROWS rows of a [V, H] embedding, rounded to four digits."""
-    rows = torch.linspace(0, len(embedding) - 1, NUM_ROWS, device=embedding.device).long()
+    rows = torch.linspace(0, len(embedding) - 1, NUM_ROWS, dtype=torch.float32, device=embedding.device).long()
     return [float(f"{float(norm):.4g}") for norm in embedding[rows].double().norm(dim=-1)]
 
 

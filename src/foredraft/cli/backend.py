@@ -249,8 +249,25 @@ def resolve_single_method(options: ModelOptions, backend: CliBackend, command_na
     return choose_default_method(options.model, backend.list_choices())
 
 
-def load_llm(options: ModelOptions, method: str, limits: "MemoryLimits | None" = None) -> "LLM":
-    """Load the target with a drafter. Raises ForedraftError if that is impossible."""
+def load_llm(
+    options: ModelOptions,
+    method: str,
+    limits: "MemoryLimits | None" = None,
+    lora: str | None = None,
+    base: "LLM | None" = None,
+) -> "LLM":
+    """Load the target with a drafter.
+
+    Args:
+        options: of the model and its drafter.
+        method: name of the drafting method.
+        limits: sizes of KV memory and steps. Default None = the defaults of `LLM`.
+        lora: folder of an adapter of the target. Default None.
+        base: loaded LLM with whose weights this one shares equal ones. Default None.
+
+    Raises:
+        ForedraftError: the model cannot be loaded, or the drafter does not fit it.
+    """
     from foredraft.llm import LLM
 
     silence_transformers()
@@ -267,6 +284,8 @@ def load_llm(options: ModelOptions, method: str, limits: "MemoryLimits | None" =
         tokenizer=options.tokenizer,
         limits=limits,
         tensor_parallel_size=options.tensor_parallel_size,
+        lora=lora,
+        shares_weights_of=base,
     )
 
 

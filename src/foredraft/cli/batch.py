@@ -17,12 +17,13 @@ import typer
 
 from foredraft.cli.backend import CliBackend, load_llm, resolve_single_method
 from foredraft.cli.engine_options import LOAD_PANEL, EngineOptions
+from foredraft.cli.model_list import is_named
 from foredraft.cli.options import ModelOptions, _make_option, _parse_value, with_options
 from foredraft.cli.progress import ProgressBar
 from foredraft.cli.render import make_console
 from foredraft.cli.serve import read_model_name
 from foredraft.cli.shell import UsageError, print_line
-from foredraft.cli.speculative_config import read_speculative_config
+from foredraft.cli.simulation import describe_simulation, read_drafter_options
 from foredraft.errors import ForedraftError, format_install_command
 
 if TYPE_CHECKING:
@@ -162,7 +163,9 @@ def batch(ctx: typer.Context, options: BatchOptions) -> None:
 
     Example: foredraft batch prompts.txt results.jsonl
     """
-    options = read_speculative_config(options)
+    options = read_drafter_options(options)
+    if options.model is not None and is_named(options.model):
+        raise UsageError("a batch has one model; give --model PATH, and its name with --served-model-name")
     backend: CliBackend = ctx.obj or CliBackend()
     method = resolve_single_method(options, backend, "a batch")
     kv_memory = options.kv_bytes
@@ -178,6 +181,8 @@ def batch(ctx: typer.Context, options: BatchOptions) -> None:
         if str(error.name).startswith("foredraft"):
             raise
         raise ForedraftError(INSTALL_ERROR) from None
+    if options.spec_simulate is not None:
+        print_line(f"note: {describe_simulation(options.spec_simulate)}")
     line_format = options.build_format()
     examined = examine_input(options.source, line_format)
     files, counts = JobFiles(options.out, options.build_key(examined, line_format)), JobCounts()

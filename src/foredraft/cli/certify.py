@@ -20,7 +20,7 @@ from foredraft.cli.options import NONE, ModelOptions, with_options
 from foredraft.cli.progress import ProgressBar
 from foredraft.cli.render import make_console
 from foredraft.cli.shell import FAILED, UsageError
-from foredraft.cli.speculative_config import read_speculative_config
+from foredraft.cli.simulation import read_drafter_options
 
 if TYPE_CHECKING:
     from foredraft.bench.report import ReportOutputs
@@ -84,7 +84,7 @@ def certify(ctx: typer.Context, options: CertifyOptions) -> None:
 
     Example: foredraft certify --model Qwen/Qwen2.5-0.5B --spec-method ngram
     """
-    options = read_speculative_config(options)
+    options = read_drafter_options(options)
     backend: CliBackend = ctx.obj or CliBackend()
     if options.draft_length == 0 or options.methods == [NONE]:
         raise UsageError("certify compares drafts with plain decoding; name a drafter with --spec-method")

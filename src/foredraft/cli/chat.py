@@ -22,7 +22,7 @@ from foredraft.cli.progress import ProgressBar
 from foredraft.cli.prompts import read_template_file
 from foredraft.cli.render import ORIGIN_STYLES, Screen
 from foredraft.cli.shell import UsageError, print_line
-from foredraft.cli.speculative_config import read_speculative_config
+from foredraft.cli.simulation import describe_simulation, read_drafter_options
 from foredraft.cli.speed_figures import SpeedFigures
 from foredraft.errors import ForedraftError
 from foredraft.outputs import Completion, Delta, Origin, Stats
@@ -69,7 +69,7 @@ def chat(ctx: typer.Context, options: ChatOptions) -> None:
     Accepted draft tokens are green; /help lists the commands of the conversation. If standard input is not a terminal,
     each of its lines is one turn. Standard output receives the replies only.
     """
-    options = read_speculative_config(options)
+    options = read_drafter_options(options)
     if options.n != 1 or options.logprobs is not None:
         raise UsageError("a chat has one reply at a time; leave --n and --logprobs out")
     screen = Screen(options.no_color)
@@ -83,6 +83,8 @@ def chat(ctx: typer.Context, options: ChatOptions) -> None:
         if template is None and not llm.has_chat_template:
             print_line("note: the model has no chat template; messages are written as 'role: content' lines")
             template = read_template("plain")
+        if options.spec_simulate is not None:
+            print_line(f"note: {describe_simulation(options.spec_simulate)}")
         request_options = options.build_request_options()
         ChatSession(llm, sampling, request_options, screen, template, options.system).run(_read_lines(screen))
 

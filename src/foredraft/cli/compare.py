@@ -145,7 +145,7 @@ def build_rows(
     plain = runs[PLAIN]
     rows = []
     for name, run in runs.items():
-        rule = rules[run.completions[0].verification]
+        rule_name = run.completions[0].verification
         has_no_ratio = name == PLAIN or plain.figures.tokens_per_second == 0
         rows.append(
             MethodRow(
@@ -153,16 +153,19 @@ def build_rows(
                 figures=run.figures,
                 speed_up=None if has_no_ratio else run.figures.tokens_per_second / plain.figures.tokens_per_second,
                 first_difference=_find_first_difference(plain.completions, run.completions),
-                difference_reason=_explain_difference(rule, sampling),
-                verification=rule.name,
+                difference_reason=_explain_difference(rules.get(rule_name), sampling),
+                verification=rule_name,
             )
         )
     return [*rows, *(MethodRow(name, None, skip_reason=reason) for name, reason in skipped.items())]
 
 
-def _explain_difference(rule: "Rule", sampling: "Sampling") -> str | None:
-    """Return why an output may differ from plain decoding; None if it must be identical."""
-    if not rule.is_lossless:
+def _explain_difference(rule: "Rule | None", sampling: "Sampling") -> str | None:
+    """Return why an output may differ from plain decoding; None if it must be identical.
+
+    A rule that is in no list (None), such as simulated acceptance, counts as lossy.
+    """
+    if rule is None or not rule.is_lossless:
         return "lossy"
     is_reproducible = sampling.is_greedy or (sampling.seed is not None and rule.is_reproducible)
     return None if is_reproducible else "sampled"

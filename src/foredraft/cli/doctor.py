@@ -19,8 +19,8 @@ from foredraft.cli.options import NONE, with_options
 from foredraft.cli.progress import ProgressBar
 from foredraft.cli.prompts import read_prompts
 from foredraft.cli.render import make_console
-from foredraft.cli.shell import UNFIT
-from foredraft.cli.speculative_config import read_speculative_config
+from foredraft.cli.shell import UNFIT, UsageError
+from foredraft.cli.simulation import read_drafter_options
 
 if TYPE_CHECKING:
     from foredraft.doctor.diagnosis import Diagnosis
@@ -33,7 +33,11 @@ def doctor(ctx: typer.Context, options: DoctorOptions) -> None:
     Measures acceptance and costs for --seconds, and predicts the speed-up by the number of streams from them. Exit code
     3 means that a given drafter cannot save time or does not fit.
     """
-    options = read_speculative_config(options)
+    options = read_drafter_options(options)
+    if options.spec_simulate is not None:
+        raise UsageError(
+            "foredraft doctor measures drafters, and --spec-simulate has none; `foredraft bench load` measures it"
+        )
     backend: CliBackend = ctx.obj or CliBackend()
     screen = make_console(sys.stdout, options.no_color)
     with (

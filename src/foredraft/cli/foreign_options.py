@@ -12,8 +12,10 @@ _FREE_ATTENTION = f"{NO_OPTION_PREFIX}the device decides the attention kernel"
 _KV_TYPE = f"{NO_OPTION_PREFIX}the KV cache has the model's dtype; --dtype changes both"
 _METHODS = ("--spec-method", "--methods METHOD", "--method METHOD")
 _LENGTHS = ("--spec-tokens", "--methods METHOD:TOKENS", "--fixed")
+_MERGE = "merge the adapter into its base model first (PEFT's merge_and_unload)"
 _NO_GRAPHS = f"{NO_OPTION_PREFIX}there are no CUDA graphs and nothing is compiled at the start"
 _TOOLS = f"{NO_OPTION_PREFIX}a request with tools may call them; see --tool-call-parser of foredraft serve"
+_LORA = ("--lora NAME=FOLDER", f"{NO_OPTION_PREFIX}foredraft serve has --lora; for this command {_MERGE}")
 _SAFETENSORS = f"{NO_OPTION_PREFIX}weights are read from safetensors"
 
 # Option of another program or command -> the option to use, several of which the first that the command has, or advice.
@@ -156,10 +158,9 @@ FOREIGN_OPTIONS: dict[str, str | tuple[str, ...]] = {
     "--conversation": f"{NO_OPTION_PREFIX}foredraft chat holds conversations",
     "-cnv": f"{NO_OPTION_PREFIX}foredraft chat holds conversations",
     "--trust-remote-code": f"{NO_OPTION_PREFIX}code that comes with a model is never run",
-    "--lora": f"{NO_OPTION_PREFIX}merge the adapter into its base model first (PEFT's merge_and_unload)",
-    "--lora-modules": f"{NO_OPTION_PREFIX}merge the adapter into its base model first (PEFT's merge_and_unload)",
-    "--lora-paths": f"{NO_OPTION_PREFIX}merge the adapter into its base model first (PEFT's merge_and_unload)",
-    "--enable-lora": f"{NO_OPTION_PREFIX}merge the adapter into its base model first (PEFT's merge_and_unload)",
+    "--lora-modules": _LORA,
+    "--lora-paths": _LORA,
+    "--enable-lora": _LORA,
     "--draft-min": f"{NO_OPTION_PREFIX}--spec-tokens bounds a draft from above only",
     "--swap-space": f"{NO_OPTION_PREFIX}a preempted sequence is computed again, not swapped",
     "--disable-log-requests": f"{NO_OPTION_PREFIX}requests are logged only with --access-log",
@@ -188,5 +189,9 @@ SERVE_ONLY = {
         "--max-queue",
         "--request-timeout",
         "--drain-timeout",
+        "--admin-key",
     )
-} | {"--kv-memory": "the KV cache takes at most a quarter of the free memory; foredraft serve sets it with --kv-memory"}
+} | {
+    "--lora": f"{_MERGE}, or serve it with foredraft serve --lora NAME=FOLDER",
+    "--kv-memory": "the KV cache takes at most a quarter of the free memory; foredraft serve sets it with --kv-memory",
+}

@@ -29,7 +29,7 @@ from foredraft.cli.progress import ProgressBar
 from foredraft.cli.prompts import read_predictions, read_prompts
 from foredraft.cli.render import Screen, StreamPrinter
 from foredraft.cli.shell import FAILED, UsageError, print_line
-from foredraft.cli.speculative_config import read_speculative_config
+from foredraft.cli.simulation import describe_simulation, read_drafter_options
 from foredraft.cli.speed_figures import SpeedFigures, encode_completion
 from foredraft.errors import ForedraftError
 from foredraft.outputs import Completion, Origin
@@ -47,7 +47,7 @@ def generate(ctx: typer.Context, options: GenerateOptions) -> None:
 
     Decoding is greedy unless --temperature is given. The text goes to standard output, the figures to standard error.
     """
-    options = read_speculative_config(options)
+    options = read_drafter_options(options)
     screen = Screen(options.no_color)
     prompts = read_prompts(_read_prompt_argument(options), options.file)
     predictions = read_predictions(options.prediction or [], len(prompts))
@@ -263,6 +263,8 @@ class GenerateJob:
         rule = self.choices.rules.get(self.options.verify)  # None = "auto", which chooses lossless rules
         if rule is not None and not rule.is_lossless:
             line += f" · lossy rule {rule.name}"
+        if self.options.spec_simulate is not None:
+            line += f" · {describe_simulation(self.options.spec_simulate)}"
         self.screen.print_note(line, Style(bold=True))
 
     def _print_json(self, completions: Sequence[Completion], rows: Sequence[compare.MethodRow]) -> None:

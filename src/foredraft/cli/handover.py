@@ -16,7 +16,7 @@ from foredraft.cli.backend import CliBackend, build_drafter_spec, resolve_single
 from foredraft.cli.options import METHOD_SEPARATOR, NONE, ModelOptions, _make_option, with_options
 from foredraft.cli.serve import ServeOptions, apply_positional, build_settings, read_model_names
 from foredraft.cli.shell import Command, UsageError, print_line
-from foredraft.cli.speculative_config import read_speculative_config
+from foredraft.cli.simulation import read_drafter_options
 
 if TYPE_CHECKING:
     from foredraft.handover.deployment import Deployment
@@ -38,6 +38,7 @@ DRAFTER_FIELDS = frozenset(
         "spec_revision",
         "spec_max_model_len",
         "spec_vocab",
+        "spec_simulate",
         "speculative_config",
         "verify",
         "posterior_threshold",
@@ -45,6 +46,7 @@ DRAFTER_FIELDS = frozenset(
     }
 )
 ADDRESS_FIELDS = frozenset({"model_argument", "host", "port", "api_key"})
+LIST_FIELDS = frozenset({"models", "lora", "admin_key"})  # of a server with several models, which is not handed over
 
 
 class HandoverCommand(Command):
@@ -123,7 +125,11 @@ def handover(ctx: typer.Context, options: HandoverOptions) -> None:
     if not options.engine:
         raise UsageError(f"name the engine with --engine; one of: {', '.join(load_engines())}")
     engine, output = find_engine(options.engine), find_format(options.fmt)
-    options = read_speculative_config(apply_positional(options))
+    options = read_drafter_options(apply_positional(options))
+    if options.has_models:
+        raise UsageError(
+            "a handover has one model; leave --model NAME=PATH, --lora and --admin-key out, and hand over each alone"
+        )
     backend: CliBackend = ctx.obj or CliBackend()
     build_settings(options)  # report invalid options of the server
     method = resolve_single_method(options, backend, "a handover")
@@ -195,7 +201,7 @@ def list_given(options: HandoverOptions) -> dict[str, Any]:
     given = {
         option.name: value
         for option in fields(ServeOptions)
-        if option.name not in own | DRAFTER_FIELDS | ADDRESS_FIELDS
+        if option.name not in own | DRAFTER_FIELDS | ADDRESS_FIELDS | LIST_FIELDS
         and (value := getattr(options, option.name)) != option.default
     }
     names = read_model_names(options)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 Options = TypeVar("Options")
 NONE = "none"  # value of --spec-method for plain decoding
 AUTO = "auto"  # value of --spec-method for an ensemble of the best methods that exist for the target
+COMMAND_LINE = "command_line"  # key of a field's metadata; False = the field is no option of the command line
 METHOD_SEPARATOR = "+"  # between the members of an ensemble in --spec-method
 
 
@@ -126,6 +127,12 @@ class ModelOptions:
             metavar="auto|NUMBER",
         ),
     ] = "auto"
+    spec_simulate: Annotated[
+        float | None,
+        _make_option(
+            "Accept drafts at this simulated rate, 0 to 1, for load tests; the text is simulated too.", panel="Model"
+        ),
+    ] = None
     verify: Annotated[
         str,
         _make_option(
@@ -374,6 +381,8 @@ def with_options(options: type[Options]) -> Callable[[Callable[[typer.Context, O
         kind = inspect.Parameter.KEYWORD_ONLY
         parameters = [inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)]
         for spec in fields(options):  # type: ignore[arg-type]
+            if not spec.metadata.get(COMMAND_LINE, True):
+                continue
             is_required = spec.default is MISSING and spec.default_factory is MISSING
             default = inspect.Parameter.empty if is_required else None if spec.default is MISSING else spec.default
             parameters.append(inspect.Parameter(spec.name, kind, default=default, annotation=spec.type))

@@ -8,22 +8,26 @@ import logging
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
 from foredraft.cli.backend import CliBackend, load_llm, resolve_single_method
 from foredraft.cli.engine_options import LOAD_PANEL
+from foredraft.cli.keys import read_key
+from foredraft.cli.model_list import ADMIN_KEY_VARIABLE, ModelListOptions, describe_models, resolve_models
+from foredraft.cli.model_sources import SourceBuilder
 from foredraft.cli.options import AUTO, NONE, _make_option, with_options
 from foredraft.cli.prompts import read_template_file
-from foredraft.cli.replicas import ReplicaOptions, build_replica_spec, serve_replicas
+from foredraft.cli.replicas import build_replica_spec, serve_replicas
 from foredraft.cli.shell import UsageError, print_line
-from foredraft.cli.speculative_config import read_speculative_config
+from foredraft.cli.simulation import describe_simulation, read_drafter_options
 from foredraft.errors import ForedraftError, format_install_command
 
 if TYPE_CHECKING:
     from foredraft.engine.worker import WorkerLimits
     from foredraft.llm import LLM
+    from foredraft.server.kv_shares import KVShare
     from foredraft.server.settings import ServerSettings
 
 SERVER_PANEL = "Server"
@@ -35,7 +39,7 @@ INSTALL_ERROR = f"foredraft serve needs FastAPI, uvicorn and prometheus-client: 
 
 
 @dataclass(frozen=True)
-class ServeOptions(ReplicaOptions):
+class ServeOptions(ModelListOptions):
     """Options of `foredraft serve`."""
 
     model_argument: Annotated[
@@ -53,13 +57,6 @@ class ServeOptions(ReplicaOptions):
         int,
         typer.Option(help="Port to listen on; 0 is any free port.", rich_help_panel=SERVER_PANEL, min=0, max=65535),
     ] = 8000
-    served_model_name: Annotated[
-        list[str] | None,
-        _make_option(
-            "Name of the model in requests and responses; repeatable. Default: the folder's name or Hub id.",
-            panel=SERVER_PANEL,
-        ),
-    ] = None
     api_key: Annotated[
         str | None,
         _make_option(
@@ -188,78 +185,106 @@ def serve(ctx: typer.Context, options: ServeOptions) -> None:
     backend: CliBackend = ctx.obj or CliBackend()
     settings = build_settings(options)
     kv_memory = options.kv_bytes
-    method = resolve_single_method(options, backend, "a server")
     try:
+        from foredraft.server.admin import AdminRoutes
         from foredraft.server.lifecycle import listen
         from foredraft.server.lifecycle import serve as run
-        from foredraft.server.service import Service
+        from foredraft.server.model_host import ModelHost
     except ModuleNotFoundError as error:
         if str(error.name).startswith("foredraft"):
             raise
         raise ForedraftError(INSTALL_ERROR) from None
     if settings.has_access_log:
         _enable_access_log()
-    limits, loader = build_worker_limits(options), ModelLoader(options, method, kv_memory)
+    limits = build_worker_limits(options)
+
+    def make_loader(model_options: ServeOptions, lora: str | None) -> ModelLoader:
+        method = resolve_single_method(model_options, backend, "a server")
+        return ModelLoader(model_options, method, kv_memory, lora)
+
+    builder = SourceBuilder(options, build_settings, make_loader, limits, serve)
+    sources = builder.build_first()
+    names = ", ".join(source.name for source in sources)
     spec = None
     if options.replicas is not None:
+        loader = make_loader(options, None)
         spec = build_replica_spec(options, settings, limits, loader, options.max_batch)
     with listen(options.host, options.port) as sock:
         url = f"http://{options.host}:{sock.getsockname()[1]}"
         if settings.api_key is None and not is_local(options.host):
             print_line(f"warning: all clients of {url} can use the model; set --api-key or {API_KEY_VARIABLE}")
-        print_line(f"loading {settings.model_names[0]}; {url} answers meanwhile")
+        print_line(f"loading {names}; {url} answers meanwhile")
         if spec is not None:
-            text = f"serving {settings.model_names[0]} at {url} with --spec-method {method} and {spec.description}"
+            how = f"{describe_drafts(options, loader.method)} and {spec.description}"
+            text = f"serving {names} at {url} with {how}"
             serve_replicas(spec, sock, lambda: print_line(text))
             return
-        service = Service(settings, limits)
+        host = ModelHost(settings, sources, kv_memory, print_line)
+        admin = None
+        if settings.admin_key is not None:
+            admin = AdminRoutes(host, lambda request: builder.build_requested(request, host.models.names))
+        is_only = not options.models and not options.lora
+        drafts = describe_drafts(options, resolve_single_method(options, backend, "a server")) if is_only else None
+        run(host.models, sock, host.load_first, lambda: print_line(describe_models(host.models, url, drafts)), admin)
 
-        def ready() -> None:
-            # the drafter's name lists the methods that `auto` chose
-            drafter = f" ({service.llm.drafter_name})" if method == AUTO else ""
-            print_line(f"serving {settings.model_names[0]} at {url} with --spec-method {method}{drafter}")
 
-        run(service, sock, loader, ready)
+def describe_drafts(options: ServeOptions, method: str) -> str:
+    """Return the option that decides how the server drafts, for the message at the start."""
+    if options.spec_simulate is None:
+        return f"--spec-method {method}"
+    return f"--spec-simulate {options.spec_simulate:g} ({describe_simulation(options.spec_simulate)})"
 
 
 def resolve_options(options: ServeOptions) -> ServeOptions:
-    """Apply the positional argument and --speculative-config. Raises UsageError for options that exclude each other."""
-    options = read_speculative_config(apply_positional(options))
+    """Apply the positional argument, a single --model and --speculative-config.
+
+    Raises:
+        UsageError: for options that exclude each other.
+    """
+    options = read_drafter_options(apply_positional(options))
+    if options.admin_key is None:
+        options = replace(options, admin_key=os.environ.get(ADMIN_KEY_VARIABLE))
     if options.draft_length == 0:
         raise UsageError(
             "--spec-tokens 0 is for one call; a server without drafts has --spec-method none, and a request without "
             'drafts the field "speculative": {"num_speculative_tokens": 0}'
         )
     options.check_replicas()
+    options.check_models()
+    if options.traces and options.has_models:
+        raise UsageError(
+            "--traces shows the only model of a server; leave --model NAME=PATH, --lora and --admin-key out"
+        )
     return options
 
 
 def apply_positional(options: Options) -> Options:
-    """Move the argument of `serve MODEL` to --model. Raises UsageError if --model is given too."""
+    """Move the argument of `serve MODEL`, or a --model without a name, to the field `model`.
+
+    Raises:
+        UsageError: the model is given twice, or several models have no names.
+    """
     if options.model_argument is None:
-        return options
-    if options.model is not None:
+        return resolve_models(options)
+    if options.model is not None or options.models:
         raise UsageError("the model is given as an argument and with --model; give it once")
-    return replace(options, model=options.model_argument, model_argument=None)
+    return resolve_models(replace(options, models=[options.model_argument], model_argument=None))
 
 
 def build_settings(options: ServeOptions) -> "ServerSettings":
     """Return the settings of the server. Raises UsageError for an invalid API key, name, host or template."""
     from foredraft.server.settings import ServerSettings
 
-    key = options.api_key if options.api_key is not None else os.environ.get(API_KEY_VARIABLE)
-    key = None if key is None else key.strip()  # a key that was read from a file ends with a line break
-    if key == "":
-        raise UsageError(f"the API key is empty; give --api-key or {API_KEY_VARIABLE} a value, or leave it out")
-    if key is not None and not (key.isascii() and key.isprintable()):
-        raise UsageError(
-            f"the API key has characters that an HTTP header cannot have; give --api-key or {API_KEY_VARIABLE} in ASCII"
-        )
+    key = read_key("API", "--api-key", options.api_key, API_KEY_VARIABLE)
+    admin_key = read_key("admin", "--admin-key", options.admin_key, ADMIN_KEY_VARIABLE)
+    if admin_key is not None and admin_key == key:
+        raise UsageError("--admin-key equals the API key, which all clients have; give another one")
     if options.protect_metrics and key is None:
         raise UsageError(f"--protect-metrics needs an API key; give --api-key or {API_KEY_VARIABLE}")
     return ServerSettings(
         model_names=read_model_names(options),
         api_key=key,
+        admin_key=admin_key,
         allowed_hosts=_read_allowed_hosts(options, key),
         has_strict_max_tokens=options.strict_max_tokens,
         has_access_log=options.access_log,
@@ -353,26 +378,39 @@ class ModelLoader:
     Args:
         options: of the command.
         method: drafting method.
-        kv_memory: bytes of the KV cache; None = the default.
+        kv_memory: bytes of the KV cache of a server with this model alone; None = the default.
+        lora: folder of an adapter. Default None = the model itself.
     """
 
     options: ServeOptions
     method: str
     kv_memory: int | None
+    lora: str | None = None
 
     def __call__(self) -> "LLM":
-        """Load the target and the drafter."""
+        """Load the target and the drafter of a server with this model alone."""
+        from foredraft.server.kv_shares import KVShare
+
+        return self.load(KVShare(self.kv_memory), None)
+
+    def load(self, share: "KVShare", base: "LLM | None") -> "LLM":
+        """Load the target and the drafter.
+
+        Args:
+            share: part of the KV memory.
+            base: loaded LLM of the adapter's base; None = a model of its own.
+        """
         from foredraft.llm import MemoryLimits
 
         options = self.options
-        kv_limit: dict[str, Any] = {} if self.kv_memory is None else {"kv_memory": self.kv_memory}
         limits = MemoryLimits(
             max_batch=options.max_batch,
             max_step_tokens=options.max_step_tokens,
             prefix_cache=not options.no_prefix_cache,
-            **kv_limit,
+            kv_memory=share.num_bytes,
+            kv_share=share.share,
         )
-        llm = load_llm(options, self.method, limits)
+        llm = load_llm(options, self.method, limits, self.lora, base)
         scheduler = llm.engine.scheduler
         scheduler.limits = replace(scheduler.limits, max_chunk=options.max_chunk)
         if llm.is_adaptive:

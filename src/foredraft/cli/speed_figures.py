@@ -52,7 +52,8 @@ def encode_completion(completion: Completion, rules: Mapping[str, "Rule"]) -> di
         "logprobs": completion.logprobs and [dataclasses.asdict(entry) for entry in completion.logprobs],
         "stats": {name: getattr(stats, name) for name in names},
     }
-    if not rules[completion.verification].is_lossless:
+    rule = rules.get(completion.verification)
+    if rule is None or not rule.is_lossless:  # a rule that is in no list simulates acceptance
         result["verification"] = completion.verification
     if completion.error is not None:
         result["error"] = completion.error

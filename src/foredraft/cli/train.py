@@ -176,7 +176,8 @@ class TrainOptions:
     target_url: Annotated[
         str | None,
         _make_option(
-            "Address of a `foredraft serve --traces` that runs the target; only embedding and head are loaded here.",
+            "Address of a `foredraft serve --traces`, or of a vLLM that exports hidden states, which runs the target; "
+            "only embedding and head are loaded here.",
             panel=RUN_PANEL,
             metavar="URL",
         ),
@@ -187,6 +188,15 @@ class TrainOptions:
             "API key of --target-url. Default: the environment variable FOREDRAFT_API_KEY, else none.", panel=RUN_PANEL
         ),
     ] = None
+    print_server_command: Annotated[
+        Path | None,
+        _make_option(
+            "Print the command of the vLLM that --target-url reads, and train nothing. vLLM writes hidden states to "
+            "this folder.",
+            panel=RUN_PANEL,
+            metavar="FOLDER",
+        ),
+    ] = None
     tensorboard: Annotated[bool, _make_option("Write TensorBoard files as well.", "--tensorboard", panel=RUN_PANEL)] = (
         False
     )
@@ -194,21 +204,7 @@ class TrainOptions:
     @property
     def method_options(self) -> dict[str, str]:
         """Settings of the method from --set and its short forms. Raises UsageError if two values disagree."""
-        from foredraft.errors import ForedraftError
-        from foredraft.train.settings import parse_pairs
-
-        try:
-            settings = parse_pairs(self.option or ())
-        except ForedraftError as error:
-            raise UsageError(str(error)) from None
-        for name in SHORTHAND_OPTIONS:
-            given = getattr(self, name)
-            value = ",".join(given) if isinstance(given, list) else given
-            if value is not None and settings.setdefault(name, str(value)) != str(value):
-                raise UsageError(
-                    f"--{name.replace('_', '-')} {value} and --set {name}={settings[name]} disagree; give one of them"
-                )
-        return settings
+        return _collect_settings(self)
 
     def build_plan(self) -> "TrainPlan":
         from foredraft.train.config import DataConfig, EvaluationConfig, OptimizationConfig, TrainPlan
@@ -235,6 +231,25 @@ class TrainOptions:
         )  # fmt: skip
 
 
+def _collect_settings(options: TrainOptions) -> dict[str, str]:
+    """Return the settings of the method. Raises UsageError if two values disagree."""
+    from foredraft.errors import ForedraftError
+    from foredraft.train.settings import parse_pairs
+
+    try:
+        settings = parse_pairs(options.option or ())
+    except ForedraftError as error:
+        raise UsageError(str(error)) from None
+    for name in SHORTHAND_OPTIONS:
+        given = getattr(options, name)
+        value = ",".join(given) if isinstance(given, list) else given
+        if value is not None and settings.setdefault(name, str(value)) != str(value):
+            raise UsageError(
+                f"--{name.replace('_', '-')} {value} and --set {name}={settings[name]} disagree; give one of them"
+            )
+    return settings
+
+
 @with_options(TrainOptions)
 def train(ctx: typer.Context, options: TrainOptions) -> None:
     """Train a drafter for a model.
@@ -244,9 +259,14 @@ def train(ctx: typer.Context, options: TrainOptions) -> None:
     Example: foredraft train medusa --data builtin --out medusa --steps 600
     """
     plan = build_checked_plan(options)
+    silence_transformers()
+    if options.print_server_command is not None:
+        from foredraft.train.server_command import make_server_command
+
+        typer.echo(make_server_command(plan, options.print_server_command))
+        return
     from foredraft.train.run import train as run
 
-    silence_transformers()
     screen = make_console(sys.stderr, no_color=False)
     with ProgressBar(screen, "reading", total=1) as bar:
         outcome = run(plan, print_line, TrainProgress(bar, prints_lines=not screen.is_terminal))

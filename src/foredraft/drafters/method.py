@@ -18,6 +18,7 @@ from foredraft.drafters.counterpart import Counterparts
 from foredraft.drafters.interface import Drafter
 from foredraft.drafters.trainee import Trainee
 from foredraft.models.hf import HFModel
+from foredraft.verification.rule import Rule
 
 VARIANT_BRANCHING = (3, 2, 1, 1, 2, 1, 1, 1)  # children by depth of variants with a fixed tree
 DEFAULT_AUTO_TOKENS = 8  # longest draft in tokens with an adaptive length (`--spec-tokens auto`)
@@ -168,6 +169,8 @@ class Method:
         built_in: use beside the built-in targets.
         reads_tokens_alone: True if the drafters read committed token ids and nothing else of the target, so that they
             can draft inside another engine (`foredraft.vllm`).
+        make_rule: returns the rule that verifies its drafts if neither the user nor the request names one, from an
+            instance of `config`. Such a method drafts alone, in no ensemble. None = the rule follows from the request.
         counterparts: how other engines draft with this method, by engine; `foredraft.handover` writes the commands.
         variants: configurations for the tests that cover all methods.
     """
@@ -190,6 +193,7 @@ class Method:
     training: Training | None = None
     built_in: BuiltIn = BuiltIn()
     reads_tokens_alone: bool = False
+    make_rule: Callable[[Any], Rule] | None = None
     counterparts: Counterparts = field(default_factory=dict)
     variants: tuple[Variant, ...] = (Variant(),)
 

@@ -11,7 +11,7 @@ from foredraft.draft_length.batch_size_limits import DISABLE_FIELD, TABLE_FIELD,
 from foredraft.drafters.checkpoint_folders import recognise
 from foredraft.drafters.interface import Drafter
 from foredraft.drafters.method import DEFAULT_AUTO_TOKENS
-from foredraft.drafters.registry import COMMON_FIELDS, METHOD_SEPARATOR, find_method, number_members
+from foredraft.drafters.registry import COMMON_FIELDS, METHOD_SEPARATOR, find_method, number_members, parse_config
 from foredraft.errors import ForedraftError, suggest
 from foredraft.files.hub import find_revision
 from foredraft.verification.registry import find_rule, find_vllm_rule
@@ -147,6 +147,22 @@ def parse_rule(spec: UserDrafterSpec, verify: str | Rule | None) -> Rule | None:
     if given not in (None, rule):
         raise ForedraftError(f"{RULE_FIELD} is {value!r} and verify is another rule; give one of them")
     return rule
+
+
+def make_drafter_rule(spec: UserDrafterSpec) -> Rule | None:
+    """Return the rule that a method declares for its own drafts; None = the rule follows from the request.
+
+    Raises:
+        ForedraftError: for invalid options of such a method.
+    """
+    name = spec.get("method") if isinstance(spec, dict) else spec
+    method = find_method(name) if isinstance(name, str) else None
+    if method is None or method.make_rule is None or not isinstance(spec, str | dict):
+        return None
+    try:
+        return method.make_rule(parse_config(method, MethodSpec.parse(spec).options))
+    except (TypeError, ValueError) as error:
+        raise ForedraftError(str(error)) from error
 
 
 def get_max_draft_length(spec: UserDrafterSpec) -> int:

@@ -31,7 +31,7 @@ _SUFFIX = "it is an option of the method suffix"
 _SCHEDULING = "it changes vLLM's scheduling alone; leave it out"
 _KERNELS = "the device decides the kernels; leave it out"
 _RULE = "it is a setting of the rule typical; give verify=make_typical_rule(...) to LLM, or --verify typical beside it"
-_SYNTHETIC = "synthetic acceptance changes the output; `foredraft bench` measures real acceptance"
+_SYNTHETIC = "it simulates acceptance, which changes the output; --spec-simulate RATE does so for load tests"
 MISSING_FIELDS: Mapping[str, MissingField] = {
     "draft_tensor_parallel_size": MissingField(_ONE_DEVICE, (1,)),
     "tensor_parallel_size": MissingField(_ONE_DEVICE, (1,)),

@@ -17,6 +17,7 @@ class OutputText:
         tokenizer: Any | None,
         prompt: Sequence[int],
         stop_strings: Sequence[str],
+        skips_special: bool = True,
         shown_tokens: Sequence[int] = (),
     ) -> None:
         """Begin an empty text.
@@ -25,16 +26,18 @@ class OutputText:
             tokenizer: transformers tokenizer. None = all text is empty.
             prompt: token ids before the output.
             stop_strings: strings of which no part may be released while it may become complete.
-            shown_tokens: control tokens whose names are part of the text. Default () = none.
+            skips_special: whether special tokens have no text. Default True.
+            shown_tokens: special tokens that have a text nevertheless: their names. Default () = none.
         """
         self.stop_strings = stop_strings
         self._longest_stop = max(map(len, stop_strings), default=0)
-        self._tokenizer, self._prompt, self._shown_tokens = tokenizer, prompt, shown_tokens
+        self._tokenizer, self._prompt = tokenizer, prompt
+        self._skips_special, self._shown_tokens = skips_special, shown_tokens
         self.restart()
 
     def restart(self) -> None:
         """Begin again without a token."""
-        self._detokenizer = make_detokenizer(self._tokenizer, self._prompt, self._shown_tokens)
+        self._detokenizer = make_detokenizer(self._tokenizer, self._prompt, self._skips_special, self._shown_tokens)
         self.pending = ""  # end of the text, held back because it may begin a stop string
         self.released = ""
 

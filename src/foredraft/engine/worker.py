@@ -22,6 +22,7 @@ import torch
 from foredraft.engine.engine import Engine
 from foredraft.engine.heartbeat import Heartbeat
 from foredraft.engine.loop import EngineLoop, EngineObserver, WorkerLimits
+from foredraft.engine.scheduler import Scheduler
 from foredraft.engine.stream import Stream
 from foredraft.engine.stream_registry import DrainingError, QueueFullError, StreamRegistry
 from foredraft.engine.transcript import Transcript
@@ -70,7 +71,8 @@ class Worker:
         self._num_threads = torch.get_num_threads()
         self._thread = threading.Thread(target=self._run, name="foredraft-engine", daemon=True)
         # The streams are shared by all threads. The heartbeat is written by the engine's thread and read by all.
-        self._streams = StreamRegistry(self.limits.max_queue, self._count_queued, clock)
+        # The registry refers to the scheduler, not to the worker: without a cycle, a stopped worker is freed at once.
+        self._streams = StreamRegistry(self.limits.max_queue, partial(_count_queued, self.engine.scheduler), clock)
         self._heartbeat = Heartbeat(clock)
         # These fields are used by the engine's thread only.
         self._engine_loop = EngineLoop(llm.engine, self.limits, observer, clock, self._streams.end_request)
@@ -184,9 +186,6 @@ class Worker:
     def num_running(self) -> int:
         return len(self.engine.scheduler.running)
 
-    def _count_queued(self) -> int:
-        return len(self.engine.scheduler.waiting)  # `len` of a list is atomic
-
     def _run(self) -> None:
         torch.set_num_threads(self._num_threads)
         try:
@@ -236,6 +235,10 @@ class Worker:
             log.exception("requests could not be ended one by one")
         self.engine.is_reserved = False
         self._streams.close(STOPPED_ERROR)
+
+
+def _count_queued(scheduler: Scheduler) -> int:
+    return len(scheduler.waiting)  # `len` of a list is atomic
 
 
 def _resolve(future: "Future[Value]", work: Callable[[], Value]) -> None:

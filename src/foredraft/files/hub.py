@@ -106,7 +106,7 @@ def explain_folder(folder: Path, expected_kind: str) -> str:
     if (folder / "adapter_config.json").exists():
         return (
             "it holds an adapter (LoRA): merge it into its base model first (PEFT's merge_and_unload, then "
-            "save_pretrained), and give that folder"
+            "save_pretrained), and give that folder; or serve it with foredraft serve --lora"
         )
     return f"it is not {expected_kind}"
 

@@ -91,7 +91,7 @@ def linear(x: Tensor, weight: PackedWeight) -> Tensor:
     if native is None:
         raise ForedraftError("the native kernels are not installed; run: python -m foredraft.kernels.cpu.build")
     rows = x.float().contiguous()
-    out = torch.empty(len(rows), weight.n)
+    out = torch.empty(len(rows), weight.n, dtype=torch.float32)
     native.sync_threads()
     scratch = torch.empty(native.handle.fd_linear_scratch(weight.record, len(rows)), dtype=torch.uint8)
     product = LinearRecord(

@@ -182,7 +182,7 @@ def multiply(x: Tensor, weight: PackedWeight) -> Tensor:
     codes, scale = round_activations(x.float(), weight.group)  # [T, G, g], [T, G]
     groups = codes.shape[1]
     grid = F.pad(q.codes.float(), (0, groups * weight.group - weight.k)).view(weight.n, groups, weight.group)
-    out = torch.zeros(len(x), weight.n)
+    out = torch.zeros(len(x), weight.n, dtype=torch.float32)
     rows = max(MAX_CHUNK_ELEMENTS // max(weight.n * groups, 1), 1)
     for start in range(0, len(x), rows):
         part = slice(start, start + rows)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from foredraft.errors import ForedraftError
+from foredraft.kv.control_group import read_memory_room
 
 FREE_MEMORY_DIVISOR = 4  # a quarter of the free memory is used by default
 MAX_SIZED_CONTEXT = 1 << 20  # tokens; a longer context is not reserved in full by default
@@ -16,7 +17,7 @@ class MemoryLimits:
     """Sizes of the KV memory and of a step.
 
     `kv_tokens` goes before `kv_memory`. If both are None, the KV memory holds a full batch at full context, but takes
-    at most a quarter of the free memory.
+    at most a quarter of the free memory, times `kv_share`.
     """
 
     kv_tokens: int | None = None  # KV memory in tokens
@@ -24,6 +25,7 @@ class MemoryLimits:
     max_batch: int = 32  # requests per step
     max_step_tokens: int = 2048  # rows of one forward pass of the target
     kv_memory: int | None = None  # KV memory of target and drafter together, in bytes
+    kv_share: float = 1.0  # share of the default KV memory, for one of several models; above 0, at most 1
     prefix_cache: bool = True  # share pages of equal prefixes; False = only among the samples of one prompt
 
     def num_pages(self, context_length: int, bytes_per_token: int, device: torch.device) -> int:
@@ -51,12 +53,15 @@ class MemoryLimits:
                 )
             return tokens // size + 1
         full_batch = self.max_batch * min(context_length, MAX_SIZED_CONTEXT)
-        fits = get_available_memory(device) // FREE_MEMORY_DIVISOR // bytes_per_token
+        default_memory = int(get_available_memory(device) // FREE_MEMORY_DIVISOR * self.kv_share)
+        fits = default_memory // bytes_per_token
         return max(min(full_batch, fits) // size, 2) + 1
 
 
 def get_available_memory(device: torch.device) -> int:
-    """Return the free memory of a device in bytes; of the machine for a CPU."""
+    """Return the free memory of a device in bytes; for a CPU that of the machine, or of a container with a limit."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    room = read_memory_room()
+    return free if room is None else min(free, room)

@@ -12,15 +12,16 @@ from torch.nn import functional as F
 
 from foredraft.errors import ForedraftError
 from foredraft.kernels.cpu.library import load_library
-from foredraft.kernels.linear import DTYPE_KINDS
-from foredraft.kernels.quantize import select_packers
+from foredraft.kernels.linear import DTYPE_KINDS, PackedWeight
+from foredraft.kernels.quantize import PackWeight, select_packers
+from foredraft.kernels.weight_sharing import WeightIndex
 from foredraft.kv.pool import KVPool
 from foredraft.models import attention
 from foredraft.models.compatibility import examine_causal_lm, probe_attention
 from foredraft.models.forward_batch import AFTER_FINAL_NORM, ForwardBatch
 from foredraft.models.hidden_states import capture_hidden_states
 from foredraft.models.native.decoder import NativeDecoder, explain_unsupported
-from foredraft.models.packed_linear import check_quantizable, pack_linears
+from foredraft.models.packed_linear import check_quantizable, list_packed_weights, pack_linears
 from foredraft.models.truncated_modules import Adapter, truncate_model
 from foredraft.source import EncoderSource
 
@@ -67,8 +68,9 @@ class HFModel:
 
     @classmethod
     def wrap_model(
-        cls, model: Any, name: str, is_fused: bool = False, is_owned: bool = False, quantization: str | None = None
-    ) -> "HFModel":
+        cls, model: Any, name: str, is_fused: bool = False, is_owned: bool = False, quantization: str | None = None,
+        sharer: "HFModel | None" = None,
+    ) -> "HFModel":  # fmt: skip
         """Wrap a loaded model.
 
         Args:
@@ -77,6 +79,7 @@ class HFModel:
             is_fused: whether to use native code, for the whole model if its architecture is supported. Default False.
             is_owned: whether no other code uses the model, so its weights may be freed. Default False.
             quantization: "int8" or "int4". Default None = the weights as stored.
+            sharer: loaded model, whose weights are used where this one has equal ones. Default None.
 
         Raises:
             ForedraftError: paged attention cannot serve the model, or it cannot be quantised.
@@ -87,12 +90,14 @@ class HFModel:
         count = sum(p.numel() for p in model.parameters())
         model.set_attn_implementation(attention.ATTENTION_NAME)
         is_native = is_fused and model.device.type == "cpu" and load_library() is not None
-        fused = None
+        packers, fused = select_packers(quantization), None
+        if sharer is not None:
+            packers = _share_weights(model, sharer, packers)
         if is_native and explain_unsupported(model) is None:
             windows = [call.sliding_window for call in sorted(calls, key=lambda call: call.layer)]
-            fused = NativeDecoder.from_model(model, windows, *select_packers(quantization), is_owned)
+            fused = NativeDecoder.from_model(model, windows, *packers, is_owned)
         elif quantization is not None or (is_native and is_owned and model.dtype in DTYPE_KINDS):
-            model = pack_linears(model, quantization, is_owned, probe_attention)
+            model = pack_linears(model, quantization, is_owned, probe_attention, packers)
         pool = KVPool(is_native)
         return cls(model, name, pool, sum(call.kv_elements for call in calls), count, fused)
 
@@ -247,6 +252,29 @@ class HFModel:
                 return _run_modules(model, forward_batch, self.pool)
 
         return run
+
+
+def get_packed_weights(target: HFModel) -> list[PackedWeight]:
+    """Return the packed matrices of a model."""
+    return list_packed_weights(target.model) if target.fused is None else target.fused.weights
+
+
+def _share_weights(
+    model: Any, sharer: HFModel, packers: tuple[PackWeight, PackWeight]
+) -> tuple[PackWeight, PackWeight]:
+    """Replace parameters by equal ones of another model, and return packers that use its packed weights.
+
+    The other model may have freed a parameter after it was packed; that one differs in shape.
+    """
+    others = dict(sharer.model.named_parameters())
+    for name, parameter in model.named_parameters():
+        other = others.get(name)
+        if other is None or (other.dtype, other.device) != (parameter.dtype, parameter.device):
+            continue
+        if torch.equal(parameter, other):
+            parameter.data = other.data
+    index = WeightIndex.from_weights(get_packed_weights(sharer))
+    return index.share(packers[0]), index.share(packers[1])
 
 
 def _run_modules(model: Any, forward_batch: ForwardBatch, pool: KVPool) -> Tensor:

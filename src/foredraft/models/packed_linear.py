@@ -15,7 +15,7 @@ from foredraft.kernels.arena import Arena
 from foredraft.kernels.cpu.library import load_library
 from foredraft.kernels.linear import PANEL, PackedWeight
 from foredraft.kernels.operators import linear
-from foredraft.kernels.quantize import check_quantization, multiply, select_packers
+from foredraft.kernels.quantize import PackWeight, check_quantization, multiply, select_packers
 from foredraft.models.weight_use import WeightPlaceholder, track_weight_reads
 
 
@@ -64,8 +64,17 @@ def check_quantizable(model: Any, name: str | None) -> None:
         raise ForedraftError(f"quantization {name} runs on the CPU; use device='cpu' or load the model without it")
 
 
+def list_packed_weights(model: nn.Module) -> list[PackedWeight]:
+    """List the weights of the packed linear modules of a model."""
+    return [module.packed for module in model.modules() if isinstance(module, PackedLinear)]
+
+
 def pack_linears(
-    model: Any, quantization: str | None, is_owned: bool, run_probe: Callable[[Any], object] | None = None
+    model: Any,
+    quantization: str | None,
+    is_owned: bool,
+    run_probe: Callable[[Any], object] | None = None,
+    packers: tuple[PackWeight, PackWeight] | None = None,
 ) -> Any:
     """Replace the linear modules of a model by packed ones.
 
@@ -78,6 +87,7 @@ def pack_linears(
         quantization: "int8" or "int4"; None = the weights as stored.
         is_owned: whether to change the model itself. Otherwise a copy around the same tensors is changed.
         run_probe: short forward pass that shows which weights the model reads directly. Default None = not tested.
+        packers: functions that pack a matrix, and that of the head. Default None = those of `quantization`.
 
     Returns:
         The model, or its copy.
@@ -85,7 +95,7 @@ def pack_linears(
     if not is_owned:
         shared = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
         model = copy.deepcopy(model, shared)
-    pack, pack_head = select_packers(quantization)
+    pack, pack_head = packers or select_packers(quantization)
     arena, head = Arena(), model.get_output_embeddings()
     linears = [(path, module) for path, module in model.named_modules() if type(module) in (nn.Linear, Conv1D)]
     read_directly: list[nn.Module] = []

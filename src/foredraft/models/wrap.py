@@ -11,11 +11,16 @@ from foredraft.models.native import decoder
 
 
 def wrap_model(
-    model: Any, name: str, is_fused: bool = False, is_owned: bool = False, quantization: str | None = None
+    model: Any,
+    name: str,
+    is_fused: bool = False,
+    is_owned: bool = False,
+    quantization: str | None = None,
+    sharer: HFModel | None = None,
 ) -> HFModel:
     """Wrap a loaded model as an LM; arguments and errors as in HFModel.wrap_model."""
     kind = EncoderDecoder if model.config.is_encoder_decoder else HFModel
-    return kind.wrap_model(model, name, is_fused, is_owned, quantization)
+    return kind.wrap_model(model, name, is_fused, is_owned, quantization, sharer)
 
 
 def explain_unsupported_model(model: Any) -> str | None:

@@ -12,6 +12,7 @@ from starlette.types import ASGIApp, Message
 
 from foredraft.replicas.frames import Frame, FrameError, FrameKind, FrameSplitter, HttpResponseHead, RequestHead
 from foredraft.server.app import create_app
+from foredraft.server.served_models import ServedModels
 from foredraft.server.service import Service
 
 log = logging.getLogger(__name__)
@@ -32,7 +33,7 @@ class ReplicaServer:
 
     def __init__(self, service: Service, host: str, secret: str) -> None:
         self._service, self._secret = service, secret
-        self._app: ASGIApp = create_app(service)
+        self._app: ASGIApp = create_app(ServedModels.single(service))
         self._socket = socket.create_server((host, 0), backlog=BACKLOG)
         self.host, self.port = host, int(self._socket.getsockname()[1])
         self._listener: asyncio.Server | None = None

@@ -1,4 +1,4 @@
-"""FastAPI application: routes, middleware and error handlers of one service."""
+"""FastAPI application: routes, middleware and error handlers of one server."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -6,7 +6,6 @@ from typing import Any, TypeVar
 
 from fastapi import FastAPI
 from prometheus_client import CONTENT_TYPE_LATEST
-from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -14,104 +13,113 @@ from starlette.responses import JSONResponse, Response
 import foredraft
 from foredraft.server import chat, completions, tokens
 from foredraft.server.access_log import AccessLog
+from foredraft.server.admin import AdminRoutes
 from foredraft.server.errors import ApiError, on_api_error, on_crash, on_http_error
-from foredraft.server.field_limits import validate_body
 from foredraft.server.http_checks import HttpCheckMiddleware
-from foredraft.server.json_body import read
+from foredraft.server.model_card import build_model_card
 from foredraft.server.openapi import build_openapi_extra, install_openapi
 from foredraft.server.playground import make_playground_router
 from foredraft.server.prometheus_text import MetricsPage
-from foredraft.server.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from foredraft.server.request_body import read_request
+from foredraft.server.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    RoutedRequest,
+    TokenizeRequest,
+)
+from foredraft.server.served_models import ServedModels
 from foredraft.server.service import Service
 from foredraft.server.traces import TraceRequest, TraceRoutes
 
-Model = TypeVar("Model", bound=BaseModel)
+Model = TypeVar("Model", bound=RoutedRequest)
 Handler = Callable[[Service, Request, Model], Awaitable[Response]]
 
 
-def create_app(service: Service) -> FastAPI:
-    """Build the application of a service. The service is closed when the application shuts down."""
+def create_app(models: ServedModels, admin: AdminRoutes | None = None) -> FastAPI:
+    """Build the application of a server. Its models are closed when the application shuts down.
+
+    Args:
+        models: models of the server.
+        admin: routes that load and unload models. Default None = there are none.
+    """
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         yield
-        service.close()
+        models.close()
 
     app = FastAPI(title="foredraft", version=foredraft.__version__, lifespan=lifespan, redirect_slashes=False)
     app.add_exception_handler(ApiError, on_api_error)
     app.add_exception_handler(HTTPException, on_http_error)
     app.add_exception_handler(Exception, on_crash)
-    app.add_middleware(HttpCheckMiddleware, settings=service.settings)
-    if service.settings.has_access_log:
+    app.add_middleware(HttpCheckMiddleware, settings=models.settings)
+    if models.settings.has_access_log:
         app.add_middleware(AccessLog)  # the middleware added last is the outermost
-    _add_state(app, service)
-    _add_models(app, service)
-    _add_posts(app, service)
-    if service.settings.has_traces:
-        _add_traces(app, service)
+    _add_state(app, models)
+    _add_models(app, models)
+    _add_posts(app, models)
+    if models.settings.has_traces:
+        _add_traces(app, models)
+    if admin is not None:
+        admin.add_to(app)
     app.include_router(make_playground_router())
     install_openapi(app)
     return app
 
 
-def _add_posts(app: FastAPI, service: Service) -> None:
-    _add_post_route(app, service, "/v1/completions", CompletionRequest, completions.serve)
-    _add_post_route(app, service, "/v1/chat/completions", ChatRequest, chat.serve)
-    _add_post_route(app, service, "/tokenize", TokenizeRequest, tokens.tokenize)
-    _add_post_route(app, service, "/detokenize", DetokenizeRequest, tokens.detokenize)
+def _add_posts(app: FastAPI, models: ServedModels) -> None:
+    _add_post_route(app, models, "/v1/completions", CompletionRequest, completions.serve)
+    _add_post_route(app, models, "/v1/chat/completions", ChatRequest, chat.serve)
+    _add_post_route(app, models, "/tokenize", TokenizeRequest, tokens.tokenize)
+    _add_post_route(app, models, "/detokenize", DetokenizeRequest, tokens.detokenize)
 
     @app.get("/tokenizer_info")
-    async def tokenizer_info() -> Response:
+    async def tokenizer_info(model: str | None = None) -> Response:
         """Return the tokenizer's special tokens, chat template and lengths."""
-        return JSONResponse(tokens.describe_tokenizer(service))
+        return JSONResponse(tokens.describe_tokenizer(models.find(model)))
 
 
-def _add_traces(app: FastAPI, service: Service) -> None:
+def _add_traces(app: FastAPI, models: ServedModels) -> None:
     routes = TraceRoutes()
-    _add_post_route(app, service, "/v1/traces", TraceRequest, routes.serve)
+    _add_post_route(app, models, "/v1/traces", TraceRequest, routes.serve)
 
     @app.get("/v1/traces")
     async def describe() -> dict[str, Any]:
         """Return numbers that identify the target's weights."""
-        return await routes.describe(service)
+        return await routes.describe(models.find(None))
 
 
-def _add_post_route(app: FastAPI, service: Service, path: str, model: type[Model], handler: Handler[Model]) -> None:
-    """Add a POST route whose body is read by `json_body` with limits, not by FastAPI."""
-    limits = service.settings.limits
+def _add_post_route(app: FastAPI, models: ServedModels, path: str, model: type[Model], handler: Handler[Model]) -> None:
+    """Add a POST route for the model that the body names. `json_body` reads the body with limits, not FastAPI."""
 
     async def route(http: Request) -> Response:
-        content_type = http.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if content_type != "application/json":
-            raise ApiError(415, "the body must be sent as Content-Type: application/json")
-        request = await read(
-            await http.body(), service.thread_pool, limits.max_depth, lambda body: validate_body(model, body, limits)
-        )
-        return await handler(service, http, request)
+        request = await read_request(http, models, model)
+        return await handler(models.find(request.model), http, request)
 
     route.__doc__ = model.__doc__
     app.post(path, openapi_extra=build_openapi_extra(model), response_class=JSONResponse)(route)
 
 
-def _add_state(app: FastAPI, service: Service) -> None:
-    metrics_page = MetricsPage(service.metrics)
+def _add_state(app: FastAPI, models: ServedModels) -> None:
+    metrics_page = MetricsPage(lambda: [service.metrics for service in models.services])
 
     @app.get("/health")
     async def health() -> Response:
-        """Return 200 if the engine makes progress or is idle."""
+        """Return 200 if the engine of every model makes progress or is idle."""
         return (
             JSONResponse({"status": "ok"})
-            if service.is_healthy
-            else _make_unready_response("the engine makes no progress")
+            if models.is_healthy
+            else _make_unready_response(models, "the engine makes no progress", lambda each: each.is_healthy)
         )
 
     @app.get("/ready")
     async def ready() -> Response:
-        """Return 200 if new requests are accepted; 503 if the model loads, the queue is full, or the server stops."""
+        """Return 200 if every model accepts requests; 503 if one loads, a queue is full, or the server stops."""
         return (
             JSONResponse({"status": "ready"})
-            if service.is_ready
-            else _make_unready_response("loading, full or shutting down")
+            if models.is_ready
+            else _make_unready_response(models, "loading, full or shutting down", lambda each: each.is_ready)
         )
 
     @app.get("/metrics")
@@ -125,32 +133,22 @@ def _add_state(app: FastAPI, service: Service) -> None:
         return {"version": foredraft.__version__}
 
 
-def _add_models(app: FastAPI, service: Service) -> None:
+def _add_models(app: FastAPI, models: ServedModels) -> None:
     @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        """List the names of the served model."""
-        return {"object": "list", "data": [_build_model_card(service, name) for name in service.settings.model_names]}
+    async def list_models() -> dict[str, Any]:
+        """List the names of the models that are loaded."""
+        cards = [build_model_card(each, name) for each in models.list_open() for name in each.settings.model_names]
+        return {"object": "list", "data": cards}
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
         """Return the entry of one model name; 404 for an unknown name."""
-        service.check_name(name)
-        return _build_model_card(service, name)
+        return build_model_card(models.find(name), name)
 
 
-def _build_model_card(service: Service, name: str) -> dict[str, Any]:
-    return {
-        "id": name,
-        "object": "model",
-        "created": service.created,
-        "owned_by": "foredraft",
-        "root": service.settings.model_names[0],
-        "parent": None,
-        "max_model_len": service.max_length,
-        "permission": [],
-        "drafter": service.llm.drafter_name,
-    }
-
-
-def _make_unready_response(status: str) -> Response:
+def _make_unready_response(models: ServedModels, status: str, is_fine: Callable[[Service], bool]) -> Response:
+    """Make the response 503; on a server with several models it names those that are not fine."""
+    if models.has_several:
+        names = [service.settings.model_names[0] for service in models.services if not is_fine(service)]
+        status = f"{status}: {', '.join(names)}"
     return JSONResponse({"status": status}, 503, {"Retry-After": "5"})

@@ -1,7 +1,7 @@
 """Handler of POST /v1/completions."""
 
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from starlette.requests import Request
@@ -11,6 +11,7 @@ from foredraft.server.choice_stream import ChoicePart, ChoiceStream, count_usage
 from foredraft.server.errors import ApiError
 from foredraft.server.generation import Generation
 from foredraft.server.grammars import find_grammar_field, read_grammar
+from foredraft.server.infill import InfillTokens
 from foredraft.server.logprobs import LogprobEntry, format_completion_logprobs, format_prompt_logprobs
 from foredraft.server.prompts import EncodedPrompt, encode_prediction, encode_prompts
 from foredraft.server.responses import (
@@ -50,6 +51,12 @@ def _check_request(request: CompletionRequest) -> None:
         raise ApiError(400, f"best_of is implemented only for best_of = n ({request.n}); leave it out", "best_of")
     if request.max_tokens == 0 and not request.echo:
         raise ApiError(400, "max_tokens must be at least 1; 0 is allowed only with echo", "max_tokens")
+    if request.suffix and request.truncate_prompt_tokens is not None:
+        message = "truncate_prompt_tokens would cut the tokens around the suffix; shorten prompt and suffix instead"
+        raise ApiError(400, message, "truncate_prompt_tokens")
+    if request.suffix and request.echo and request.logprobs is not None:
+        message = "with suffix, logprobs of an echoed prompt are in another order than its text; give prompt_logprobs"
+        raise ApiError(400, message, "logprobs")
     if request.stream_options is not None and not request.is_streaming:
         raise ApiError(400, "stream_options go with stream = true", "stream_options")
 
@@ -68,6 +75,10 @@ def _prepare_prompts(service: Service, request: CompletionRequest) -> _PreparedR
     sampling = build_sampling(request, max_tokens, request.logprobs, prompt_logprobs, read_grammar(request))
     prediction = encode_prediction(service, request)
     prompts = encode_prompts(service, request)
+    if request.suffix and not request.ignore_eos:
+        found = InfillTokens.find(service.vocabulary).end_ids
+        ends = [token for token in found if token not in service.llm.end_ids]
+        sampling = replace(sampling, stop_token_ids=tuple({*sampling.stop_token_ids, *ends}))
     for prompt in prompts:
         service.check_output_length(len(prompt.ids), request.max_tokens)
     options = build_options(request, prediction, service.llm.rule)

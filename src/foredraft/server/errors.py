@@ -23,6 +23,23 @@ _ERROR_TYPES = {
     503: "service_unavailable",
     504: "timeout_error",
 }
+# Prefix of the routes of other kinds of models -> what they are for.
+_OTHER_ROUTES = {
+    "/v1/embeddings": "embeddings",
+    "/v1/rerank": "reranking",
+    "/v2/rerank": "reranking",
+    "/rerank": "reranking",
+    "/v1/score": "scores of text pairs",
+    "/score": "scores of text pairs",
+    "/pooling": "pooled states",
+    "/classify": "classification",
+    "/v1/audio": "speech and transcription",
+    "/v1/images": "images",
+    "/v1/moderations": "moderation",
+    "/v1/fine_tuning": "fine-tuning",
+    "/v1/files": "stored files",
+    "/v1/batches": "stored batches (`foredraft batch` answers a file of requests)",
+}
 _HTTP_MESSAGES = {
     404: "there is no such route",
     405: "this route does not support that method",
@@ -93,7 +110,20 @@ async def on_http_error(request: Request, error: Exception) -> JSONResponse:
     """Convert an error of the framework, such as an unknown route or method."""
     assert isinstance(error, HTTPException)
     message = _HTTP_MESSAGES.get(error.status_code, "the request cannot be served")
+    if error.status_code == 404:
+        message = _explain_missing_route(request.url.path) or message
     return ApiError(error.status_code, message, headers=error.headers).response
+
+
+def _explain_missing_route(path: str) -> str | None:
+    """Return a message for a route of another kind of model; None for any other path."""
+    for prefix, purpose in _OTHER_ROUTES.items():
+        if path == prefix or path.startswith(f"{prefix}/"):
+            return (
+                f"this server generates text and has no {purpose}; its routes are POST v1/completions and "
+                "v1/chat/completions"
+            )
+    return None
 
 
 async def on_crash(request: Request, error: Exception) -> JSONResponse:

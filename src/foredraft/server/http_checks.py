@@ -18,6 +18,7 @@ from foredraft.server.playground import CONTENT_TYPES, STATIC_FOLDER
 from foredraft.server.settings import ServerSettings
 
 PUBLIC_PATHS = frozenset({"/health", "/ready"})  # paths that load balancers read without an API key
+ADMIN_PREFIX = "/admin/"  # of the routes that need the admin key instead of the API key
 METRICS_PATHS = frozenset({"/metrics", "/version"})  # public as in vLLM, unless ServerSettings.protects_metrics
 # The playground's files contain no data of models or users, and the page asks for the API key itself.
 PAGE = frozenset({"/", *(f"/static/{path.name}" for path in STATIC_FOLDER.iterdir() if path.suffix in CONTENT_TYPES)})
@@ -30,6 +31,7 @@ class HttpCheckMiddleware:
     def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
         self.app, self.limits, self._allowed_hosts = app, settings.limits, settings.allowed_hosts
         self._api_key = None if settings.api_key is None else settings.api_key.encode()
+        self._admin_key = None if settings.admin_key is None else settings.admin_key.encode()
         self._public_paths = PUBLIC_PATHS | PAGE if settings.protects_metrics else PUBLIC_PATHS | PAGE | METRICS_PATHS
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -76,12 +78,15 @@ class HttpCheckMiddleware:
             )
 
     def _check_key(self, scope: Scope) -> None:
-        if self._api_key is None or scope["path"] in self._public_paths:
+        is_admin = self._admin_key is not None and scope["path"].startswith(ADMIN_PREFIX)
+        key = self._admin_key if is_admin else self._api_key
+        if key is None or scope["path"] in self._public_paths:
             return
         header = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        if not hmac.compare_digest(_parse_key(header), self._api_key):
+        if not hmac.compare_digest(_parse_key(header), key):
             headers = {"WWW-Authenticate": 'Bearer realm="foredraft"'}
-            raise ApiError(401, "the API key is missing or wrong; send Authorization: Bearer KEY", headers=headers)
+            title = "admin" if is_admin else "API"
+            raise ApiError(401, f"the {title} key is missing or wrong; send Authorization: Bearer KEY", headers=headers)
 
     def _check_head(self, scope: Scope) -> None:
         limits = self.limits

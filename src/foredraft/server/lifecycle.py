@@ -1,6 +1,6 @@
-"""Server process: listen, load the model, serve, drain on a signal, exit with code 0.
+"""Server process: listen, load the models, serve, drain on a signal, exit with code 0.
 
-The server listens before its model is loaded.
+The server listens before its models are loaded.
 
 first SIGTERM or SIGINT   /ready turns to 503; requests may finish for drain_timeout seconds, then they are aborted
 second signal             all requests are aborted at once
@@ -12,24 +12,22 @@ import logging
 import os
 import socket
 import sys
-import threading
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from foredraft.errors import ForedraftError
+from foredraft.server.admin import AdminRoutes
 from foredraft.server.app import create_app
 from foredraft.server.connection import Connection
 from foredraft.server.connection_limit import LISTEN_BACKLOG, ConnectionLimit
 from foredraft.server.log_throttle import make_throttled_logger
-from foredraft.server.service import Service
+from foredraft.server.served_models import ServedModels
 from foredraft.server.settings import ServerSettings
-
-if TYPE_CHECKING:
-    from foredraft.llm import LLM
 
 log = logging.getLogger(__name__)
 FLUSH_SECONDS = 5  # seconds for the last bytes of aborted responses
@@ -86,42 +84,42 @@ class HttpServer(uvicorn.Server):
 
 
 class ModelServer(HttpServer):
-    """Server of one service. It runs until a signal, or until loading the model fails."""
+    """Server of models. It runs until a signal, or until loading its first models fails.
 
-    def __init__(self, service: Service, header_timeout: float | None = None) -> None:
-        super().__init__(create_app(service), service.settings, header_timeout)
-        self.service = service
+    Args:
+        models: models of the server.
+        admin: routes that load and unload models. Default None = there are none.
+        header_timeout: seconds until the headers must have arrived. Default None = that of the settings.
+    """
+
+    def __init__(
+        self, models: ServedModels, admin: AdminRoutes | None = None, header_timeout: float | None = None
+    ) -> None:
+        super().__init__(create_app(models, admin), models.settings, header_timeout)
+        self.models = models
         self.load_error: Exception | None = None
         self._drain_task: asyncio.Task[None] | None = None
-        self._load_thread: threading.Thread | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Drain at the first signal, abort at the second. uvicorn's handler would end the process by the signal."""
-        is_again, self.service.is_stopping = self.service.is_stopping, True
-        if self._loop is None or not self.service.is_open:
+        is_again = self.models.stop()
+        if self._loop is None or not self.models.open_services:
             self.should_exit = True
         else:
             self._loop.call_soon_threadsafe(self._abort_and_exit if is_again else self._start_drain)
 
-    def load(self, loader: "Callable[[], LLM]", on_ready: Callable[[], None]) -> None:
-        """Load the model on a daemon thread, so that the server can stop while it loads.
+    def load(self, load: Callable[[], None], on_ready: Callable[[], None]) -> None:
+        """Load the models on a daemon thread, so that the server can stop while it loads.
 
         Args:
-            loader: returns the LLM. Its exception stops the server and is stored in `load_error`.
-            on_ready: called after the service has started.
+            load: opens all services. Its exception stops the server and is stored in `load_error`.
+            on_ready: called after that.
         """
-        self._load_thread = threading.Thread(
-            target=self._load_model, args=(loader, on_ready), name="foredraft-load", daemon=True
-        )
-        self._load_thread.start()
+        self.models.start_load(partial(self._load_models, load, on_ready))
 
-    @property
-    def is_loading(self) -> bool:
-        return self._load_thread is not None and self._load_thread.is_alive()
-
-    def _load_model(self, loader: "Callable[[], LLM]", on_ready: Callable[[], None]) -> None:
+    def _load_models(self, load: Callable[[], None], on_ready: Callable[[], None]) -> None:
         try:
-            self.service.open(loader())
+            load()
             gc.freeze()  # later collections skip the objects of torch; large request bodies start many collections
             on_ready()
         except Exception as error:  # `serve` raises it again
@@ -132,14 +130,14 @@ class ModelServer(HttpServer):
         self._drain_task = asyncio.ensure_future(self._drain_and_exit())
 
     async def _drain_and_exit(self) -> None:
-        seconds = self.service.settings.drain_timeout
-        if not await self.service.worker.drain(seconds):
+        seconds = self.models.settings.drain_timeout
+        if not await self.models.drain(seconds):
             log.warning("requests that still ran after %g seconds are aborted", seconds)
-            self.service.worker.abort_all()
+            self.models.abort_all()
         self.should_exit = True
 
     def _abort_and_exit(self) -> None:
-        self.service.worker.abort_all()
+        self.models.abort_all()
         self.should_exit = True
 
 
@@ -163,19 +161,26 @@ def listen(host: str, port: int) -> socket.socket:
     return sock
 
 
-def serve(service: Service, sock: socket.socket, loader: "Callable[[], LLM]", on_ready: Callable[[], Any]) -> None:
-    """Serve until a signal. Raises the exception of the loader, if any.
+def serve(
+    models: ServedModels,
+    sock: socket.socket,
+    load: Callable[[], None],
+    on_ready: Callable[[], Any],
+    admin: AdminRoutes | None = None,
+) -> None:
+    """Serve until a signal. Raises the exception of `load`, if any.
 
     Args:
-        service: state of all routes, which gets the loaded LLM.
+        models: models of the server.
         sock: listening socket.
-        loader: returns the LLM; called on another thread.
-        on_ready: called after the model is loaded.
+        load: opens the services of all models; called on another thread.
+        on_ready: called after the models are loaded.
+        admin: routes that load and unload models. Default None = there are none.
     """
-    server = ModelServer(service)
-    server.load(loader, on_ready)
+    server = ModelServer(models, admin)
+    server.load(load, on_ready)
     server.run(sockets=[sock])
-    if server.is_loading:  # the thread may be in native code, which crashes during an ordinary interpreter exit
+    if models.is_loading:  # the thread may be in native code, which crashes during an ordinary interpreter exit
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)

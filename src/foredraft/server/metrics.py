@@ -77,13 +77,24 @@ class ServerMetrics:
         self.labels = {"model_name": model, "engine": "0"}
         self.has_vllm_names = has_vllm_names
         self.worker: Worker | None = None
+        self.simulated_rate: float | None = None
         self.requests, self.steps, self.tokens = RequestHistograms(), StepHistograms(), TokenCounts()
         self.finish_counts: Counter[str] = Counter()
         self.failures: Counter[str] = Counter()
         self._start_times: dict[Request, float] = {}  # running request -> start of its first step, time.perf_counter
 
-    def attach_worker(self, worker: "Worker") -> None:
-        self.worker = worker
+    def attach_worker(self, worker: "Worker", simulated_rate: float | None) -> None:
+        """Report on a worker.
+
+        Args:
+            worker: worker of the loaded model.
+            simulated_rate: rate at which acceptance is simulated; None = drafts are verified.
+        """
+        self.worker, self.simulated_rate = worker, simulated_rate
+
+    def detach_worker(self) -> None:
+        """Drop the worker, which holds the metrics as its observer: the model is freed without the cyclic collector."""
+        self.worker = None
 
     def on_step(self, requests: Sequence[Request], report: StepReport) -> None:
         """Record a step. Runs on the engine's thread."""

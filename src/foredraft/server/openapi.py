@@ -31,6 +31,7 @@ _ERROR_DESCRIPTIONS = {
     "400": "A field or a value is invalid; `param` names the field.",
     "401": "The API key is missing or wrong.",
     "404": "There is no such model.",
+    "409": "The name is taken, no KV memory is free, or another model is being loaded.",
     "408": "The body took too long to arrive.",
     "413": "The body is too large.",
     "414": "Path and query are too long.",
@@ -41,6 +42,7 @@ _ERROR_DESCRIPTIONS = {
     "504": "The request took longer than the server allows.",
 }
 _COMMON_ERRORS = ("400", "401", "408", "413", "414", "415", "431", "503")
+_NAMED_PATHS = ("/v1/models/{name}", "/admin/models/{name}", "/tokenizer_info")  # they name a model outside a body
 # Route -> keys that every body with status 200 has.
 _REQUIRED_KEYS = {
     "/v1/completions": {"id", "object", "created", "model", "choices", "usage"},
@@ -53,6 +55,8 @@ _REQUIRED_KEYS = {
     "/version": {"version"},
     "/v1/models": {"object", "data"},
     "/v1/models/{name}": {"id", "object", "created", "owned_by", "max_model_len"},
+    "/admin/models": {"object"},
+    "/admin/models/{name}": {"id", "object", "deleted"},
 }
 
 
@@ -85,8 +89,10 @@ def install_openapi(app: FastAPI) -> None:
 def _build_responses(path: str, has_body: bool) -> dict[str, Any]:
     """Build the responses of a route by status."""
     codes = [*_COMMON_ERRORS]
-    if has_body or path == "/v1/models/{name}":
+    if has_body or path in _NAMED_PATHS:
         codes.append("404")
+    if path.startswith("/admin/"):
+        codes.append("409")
     if has_body and path.startswith("/v1/"):
         codes += ["429", "504"]
     error = _build_json_content({"$ref": _SCHEMA_REF.format(model="Error")})

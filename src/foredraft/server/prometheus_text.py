@@ -4,7 +4,7 @@ foredraft:X, vllm:X   with labels model_name and engine; X is vLLM's name if vLL
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -19,10 +19,14 @@ OWN_PREFIX, VLLM_PREFIX = "foredraft", "vllm"
 
 
 class MetricsPage(Collector):
-    """Page of a server's metrics in Prometheus's text format, with its own registry."""
+    """Page of a server's metrics in Prometheus's text format, with its own registry.
 
-    def __init__(self, metrics: ServerMetrics) -> None:
-        self._metrics = metrics
+    Args:
+        list_metrics: returns the metrics of all models.
+    """
+
+    def __init__(self, list_metrics: Callable[[], Sequence[ServerMetrics]]) -> None:
+        self._list_metrics = list_metrics
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -31,10 +35,21 @@ class MetricsPage(Collector):
         return generate_latest(self._registry)
 
     def collect(self) -> Iterable[Metric]:
-        return build_families(self._metrics)
+        return merge_families(map(build_families, self._list_metrics()))
 
     def describe(self) -> Iterable[Metric]:
         return []  # metric names are not declared at registration
+
+
+def merge_families(pages: Iterable[Iterable[Metric]]) -> Iterable[Metric]:
+    """Merge the families of several models, in the order of the first. Labels tell their samples apart."""
+    merged: dict[str, Metric] = {}
+    for family in (family for page in pages for family in page):
+        if family.name in merged:
+            merged[family.name].samples += family.samples
+        else:
+            merged[family.name] = family
+    return merged.values()
 
 
 def build_families(metrics: ServerMetrics) -> Iterator[Metric]:
@@ -118,6 +133,9 @@ def _build_own_families(m: ServerMetrics) -> Iterator[Metric]:
     yield m.steps.draft_time.build_family(
         f"{OWN_PREFIX}:draft_time_seconds", "Seconds of drafting in a step.", m.labels
     )
+    if m.simulated_rate is not None:
+        help_text = "Rate at which acceptance is simulated; requests that name a rule of their own are verified."
+        yield _build_gauge(m, f"{OWN_PREFIX}:simulated_acceptance_rate", help_text, m.simulated_rate)
     failures = {kind: m.failures[kind] for kind in ("step", "request", "engine")}
     help_text = "Failed steps (step), requests ended as their cause (request), and failures of the engine (engine)."
     yield _build_labelled_counter(m, f"{OWN_PREFIX}:engine_failures", help_text, "kind", failures)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from foredraft.server.errors import ApiError
+from foredraft.server.infill import InfillTokens
 from foredraft.server.schemas import CompletionRequest, GenerationRequest, join_text
 from foredraft.server.service import Service
 from foredraft.tokenization.encoding import encode
@@ -25,7 +26,38 @@ def encode_prompts(service: Service, request: CompletionRequest) -> list[Encoded
         prompts: list[Any] = [prompt]
     else:
         prompts = list(prompt)
+    if request.suffix:
+        tokens = InfillTokens.find(service.vocabulary)
+        return [_encode_infill(service, request, each, tokens) for each in prompts]
     return [_encode_prompt(service, request, each) for each in prompts]
+
+
+def _encode_infill(
+    service: Service, request: CompletionRequest, prompt: str | list[int], tokens: InfillTokens
+) -> EncodedPrompt:
+    """Tokenize a prompt with its suffix. `echo` shows the prompt alone."""
+    suffix = request.suffix or ""
+    check_text_size(service, len(suffix), "suffix")
+    if isinstance(prompt, str):
+        check_text_size(service, len(prompt), "prompt")
+    else:
+        _check_ids(service, prompt)
+    ids = tokens.encode(service.vocabulary, prompt, suffix, request.add_special_tokens is not False)
+    service.check_length(len(ids))
+    if not request.echo:
+        return EncodedPrompt(ids)
+    return EncodedPrompt(
+        ids,
+        prompt
+        if isinstance(prompt, str)
+        else service.vocabulary.decode(prompt, request.skip_special_tokens is not False),
+    )
+
+
+def _check_ids(service: Service, ids: list[int]) -> None:
+    size = service.llm.target.vocab_size  # read once: the property takes longer than checking a token
+    if ids and not 0 <= min(ids) <= max(ids) < size:
+        raise ApiError(400, f"a prompt token id is outside the vocabulary of {size} tokens", "prompt")
 
 
 def _encode_prompt(service: Service, request: CompletionRequest, prompt: str | list[int]) -> EncodedPrompt:
@@ -36,9 +68,7 @@ def _encode_prompt(service: Service, request: CompletionRequest, prompt: str | l
         text, (ids, offsets) = prompt, encode_text(service, prompt, request.add_special_tokens, request.echo)
     else:
         ids, text = list(prompt), ""
-        size = service.llm.target.vocab_size  # read once: the property takes longer than checking a token
-        if ids and not 0 <= min(ids) <= max(ids) < size:
-            raise ApiError(400, f"a prompt token id is outside the vocabulary of {size} tokens", "prompt")
+        _check_ids(service, ids)
     if max_tokens is not None and len(ids) > max_tokens:
         ids, offsets = ids[-max_tokens:], None
     if not ids:
@@ -47,7 +77,7 @@ def _encode_prompt(service: Service, request: CompletionRequest, prompt: str | l
     if not request.echo:
         return EncodedPrompt(ids)
     if offsets is None:
-        pieces = service.vocabulary.decode_pieces(ids)
+        pieces = service.vocabulary.decode_pieces(ids, request.skip_special_tokens is not False)
         text, ends = "".join(pieces), [0]
         for piece in pieces:
             ends.append(ends[-1] + len(piece))

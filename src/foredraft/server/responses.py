@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from foredraft.server.service import Service
 
 
+SIMULATION_HEADER = "x-foredraft-simulated"  # its value is the acceptance rate
+
+
 @dataclass(frozen=True)
 class ResponseHead:
     """Fields that are the same in every chunk of a response."""
@@ -30,6 +33,7 @@ class ResponseHead:
     created: int
     model: str
     verification: str | None = None  # verification rule, if it is not lossless
+    simulated_rate: float | None = None  # rate at which the rule simulates acceptance; None = it verifies
 
     @classmethod
     def for_request(
@@ -38,13 +42,23 @@ class ResponseHead:
         name = f"{prefix}-{request.request_id or uuid.uuid4().hex}"
         rule = generation.transcripts[0].request.spec.rule  # all prompts of a body have the same
         model = request.model or service.settings.model_names[0]
-        return cls(name, kind, int(time.time()), model, None if rule.is_lossless else rule.name)
+        verification = None if rule.is_lossless else rule.name
+        return cls(name, kind, int(time.time()), model, verification, rule.simulated_rate)
 
     def build_body(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        body = {
+        body: dict[str, Any] = {
             "id": self.id, "object": self.object, "created": self.created, "model": self.model, "choices": choices
         }  # fmt: skip
-        return body if self.verification is None else body | {"verification": self.verification}
+        if self.verification is not None:
+            body["verification"] = self.verification
+        if self.simulated_rate is not None:
+            body["simulated_acceptance_rate"] = self.simulated_rate
+        return body
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """HTTP headers of the response."""
+        return {} if self.simulated_rate is None else {SIMULATION_HEADER: f"{self.simulated_rate:g}"}
 
 
 class GenerationResponse(Protocol):
@@ -67,20 +81,24 @@ async def respond(
     if request.is_streaming:
         settings = service.settings
         return EventStream(
-            response.stream_events(), generation.cancel, settings.keep_alive_seconds, settings.limits.stall_timeout
+            response.stream_events(),
+            generation.cancel,
+            settings.keep_alive_seconds,
+            settings.limits.stall_timeout,
+            response.head.headers,
         )
     try:
         body = await run_until_disconnect(http.receive, response.collect_body())
     finally:
         generation.cancel()
-    return Response(status_code=499) if body is None else JSONResponse(body)
+    return Response(status_code=499) if body is None else JSONResponse(body, headers=response.head.headers)
 
 
 def check_started(service: "Service", parts: Sequence[ChoicePart]) -> None:
     """Raise ApiError if all choices were aborted without a token, by the deadline (504) or a shutdown (503)."""
     if all(part.finish_reason == "abort" and not part.tokens for part in parts):
         if service.is_stopping:
-            raise make_unavailable_error("the server is shutting down")
+            raise make_unavailable_error(service.stop_message)
         raise ApiError(504, str(parts[0].stop_reason or "the request was aborted"))
 
 
@@ -90,7 +108,11 @@ def build_spec_metrics(service: "Service", request: GenerationRequest, generatio
     if not is_enabled or len(generation.completions) != 1:
         return {}
     (completion,) = generation.completions.values()
-    return {"metrics": {"speculative_decoding": format_spec_metrics(completion.stats)}}
+    figures = format_spec_metrics(completion.stats)
+    rate = generation.transcripts[0].request.spec.rule.simulated_rate
+    if rate is not None:
+        figures["simulated_acceptance_rate"] = rate
+    return {"metrics": {"speculative_decoding": figures}}
 
 
 def encode_error_event(error: ApiError) -> bytes:

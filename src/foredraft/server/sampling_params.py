@@ -89,6 +89,7 @@ def build_options(
         salt=(request.cache_salt or "").encode(),
         is_traced=request.foredraft_trace,
         verify=_read_rule(request, server_rule),
+        skip_special_tokens=request.skip_special_tokens is not False,
         shown_tokens=shown_tokens,
     )
 

@@ -40,7 +40,6 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "modalities": (None, ["text"]),
     "safety_identifier": (None,),
     "service_tier": (None, "auto", "default"),
-    "skip_special_tokens": (None, True),
     "spaces_between_special_tokens": (None, True),
     "store": (None, False),
     "suffix": (None, ""),
@@ -207,10 +206,15 @@ def join_text(content: str | list[TextContentPart]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
-class GenerationRequest(StrictModel):
-    """Fields of both generation routes."""
+class RoutedRequest(StrictModel):
+    """Request that may name a model of the server."""
 
     model: str | None = None
+
+
+class GenerationRequest(RoutedRequest):
+    """Fields of both generation routes."""
+
     max_tokens: Count | None = None
     min_tokens: Count = 0
     n: Annotated[int, Field(ge=1)] = 1
@@ -239,6 +243,7 @@ class GenerationRequest(StrictModel):
     prompt_logprobs: Annotated[int, Field(ge=0)] | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=1, le=1 << 31)] | None = None
     add_special_tokens: bool | None = None
+    skip_special_tokens: bool | None = None  # None = True
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     priority: Annotated[int, Field(ge=-(1 << 31), le=1 << 31)] = 0
@@ -275,6 +280,7 @@ class CompletionRequest(GenerationRequest):
     """Completion of one or several prompts (POST /v1/completions)."""
 
     prompt: Prompt
+    suffix: str | None = None  # text after the completion, which then fills in the middle; "" = none
     echo: bool = False
     logprobs: Annotated[int, Field(ge=0)] | None = None
     best_of: int | None = None
@@ -297,10 +303,9 @@ class ChatRequest(GenerationRequest):
     echo: Literal[False] = False
 
 
-class TokenizeRequest(StrictModel):
+class TokenizeRequest(RoutedRequest):
     """Tokenization of a text, or of messages that the chat template renders (POST /tokenize)."""
 
-    model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1)] | None = None
     tools: Annotated[list[ToolDefinition], Field(fail_fast=True)] | None = None
@@ -311,10 +316,9 @@ class TokenizeRequest(StrictModel):
     return_token_strs: bool | None = None
 
 
-class DetokenizeRequest(StrictModel):
+class DetokenizeRequest(RoutedRequest):
     """Conversion of token ids to text (POST /detokenize)."""
 
-    model: str | None = None
     tokens: Annotated[list[TokenId], Field(fail_fast=True)]
 
 

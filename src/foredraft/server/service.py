@@ -38,21 +38,30 @@ class PromptSubmission:
 
 
 class Service:
-    """Shared state of all routes, for one model. Until the model has loaded, requests get status 503."""
+    """Shared state of all routes, for one model. Until the model has loaded, requests get status 503.
 
-    def __init__(self, settings: ServerSettings, limits: WorkerLimits | None = None) -> None:
-        self.settings = settings
+    Args:
+        settings: of the server, with the names of the model.
+        limits: of the queue. Default None = those of a Worker.
+        base_name: name of the model to which this adapter belongs. Default None = a model of its own.
+    """
+
+    def __init__(
+        self, settings: ServerSettings, limits: WorkerLimits | None = None, base_name: str | None = None
+    ) -> None:
+        self.settings, self.base_name = settings, base_name
         self.metrics = ServerMetrics(settings.model_names[0], settings.has_vllm_names)
         self.thread_pool = ThreadPoolExecutor(NUM_THREADS, "foredraft-prepare")
         self.created = int(time.time())
         self.is_stopping = False
+        self.stop_message = "the server is shutting down"  # of the 503 that requests get while it stops
         self._limits = limits
         self._loaded_model: _LoadedModel | None = None
 
     def open(self, llm: "LLM") -> None:
         """Start the worker of a loaded model. Called once, on any thread."""
         worker = Worker(llm, self._limits, self.metrics)
-        self.metrics.attach_worker(worker)
+        self.metrics.attach_worker(worker, None if llm.rule is None else llm.rule.simulated_rate)
         vocabulary = ServerVocabulary(llm.tokenizer, llm.target.vocab_size)
         templates = ChatTemplate(vocabulary, self.settings, llm.target.has_encoder)
         dialect = Dialect.from_template(
@@ -168,6 +177,10 @@ class Service:
             raise ApiError(400, self._replace_model_path(str(error))) from None
         return Generation(stream, self.metrics, start)
 
+    def stop(self, message: str) -> None:
+        """Refuse new requests with a message from now on."""
+        self.stop_message, self.is_stopping = message, True
+
     def close(self) -> None:
         """Stop the worker and the thread pool."""
         if self._loaded_model is not None:
@@ -179,7 +192,7 @@ class Service:
             raise self._make_draining_error()
 
     def _make_draining_error(self) -> ApiError:
-        return make_unavailable_error("the server is shutting down")
+        return make_unavailable_error(self.stop_message)
 
     @property
     def _required_model(self) -> "_LoadedModel":

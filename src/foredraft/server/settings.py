@@ -39,6 +39,7 @@ class ServerSettings:
 
     model_names: tuple[str, ...] = ("foredraft",)  # names of the model in requests; responses report the first
     api_key: str | None = None  # None = no key is required
+    admin_key: str | None = None  # key of the routes that load and unload models; None = there are no such routes
     request_timeout: float | None = 600.0  # seconds from arrival to the last token; None = no limit
     drain_timeout: float = 30.0  # seconds that running requests may take during a shutdown
     chat_template: str | None = None  # Jinja source; None = the tokenizer's template
@@ -56,7 +57,9 @@ class ServerSettings:
     limits: RequestLimits = field(default_factory=RequestLimits)
 
     def __post_init__(self) -> None:
-        """Raise ForedraftError for an API key that cannot be sent in a header."""
-        key = self.api_key
-        if key is not None and (not key or key != key.strip() or not (key.isascii() and key.isprintable())):
-            raise ForedraftError("the API key must be printable ASCII characters without blanks at either end")
+        """Raise ForedraftError for a key that cannot be sent in a header, or two keys that are equal."""
+        for name, key in (("API", self.api_key), ("admin", self.admin_key)):
+            if key is not None and (not key or key != key.strip() or not (key.isascii() and key.isprintable())):
+                raise ForedraftError(f"the {name} key must be printable ASCII characters without blanks at either end")
+        if self.admin_key is not None and self.admin_key == self.api_key:
+            raise ForedraftError("the admin key equals the API key, which all clients have; give another one")

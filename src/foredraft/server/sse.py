@@ -3,7 +3,8 @@
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from starlette.responses import Response
@@ -55,15 +56,21 @@ class EventStream(Response):
         close: called at the end, also if the client has left.
         keep_alive_seconds: seconds without an event, after which a comment is sent.
         stall_timeout: seconds that one write may take before the stream ends.
+        headers: further headers. Default none.
     """
 
     def __init__(
-        self, events: AsyncIterator[bytes], close: Callable[[], None], keep_alive_seconds: float, stall_timeout: float
+        self,
+        events: AsyncIterator[bytes],
+        close: Callable[[], None],
+        keep_alive_seconds: float,
+        stall_timeout: float,
+        headers: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.status_code = 200
         self.background = None
         self.body = b""
-        self.raw_headers = list(_HEADERS)
+        self.raw_headers = [*_HEADERS, *((name.encode(), value.encode()) for name, value in headers.items())]
         self._events, self._close = events, close
         self._keep_alive_seconds, self._stall_timeout = keep_alive_seconds, stall_timeout
         self._last_write = 0.0

@@ -94,12 +94,12 @@ class ChatTemplate:
         if chat.continue_final_message and chat.add_generation_prompt:
             message = "continue_final_message goes with add_generation_prompt = false"
             raise ApiError(400, message, "continue_final_message")
-        escaper = SpecialTokenEscaper(tuple(self.vocabulary.special_ids))
+        escaper = SpecialTokenEscaper(self.vocabulary.special_ids)
         rows = build_rows(chat, self.abilities).map_text(escaper.escape, escaper.escape)
         mark = f"\ue002{secrets.randbits(64):020d}\ue003"  # marks the end of the last message in the rendered text
         text = self._render_to(rows, chat, mark)
         self._check_control_tokens(text, rows, chat)
-        ids = self._add_outer_tokens(escaper.encode(text, tokenizer, self.vocabulary))
+        ids = self._add_outer_tokens(escaper.encode(text, tokenizer))
         return EncodedChat(ids, text[-MAX_END_CHARS:])
 
     def _render_to(self, rows: TemplateRows, chat: ChatInput, mark: str) -> str:

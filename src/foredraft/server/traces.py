@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from foredraft.errors import ForedraftError
 from foredraft.server.errors import ApiError
-from foredraft.server.schemas import StrictModel, TokenId
+from foredraft.server.schemas import RoutedRequest, TokenId
 from foredraft.server.service import Service
 from foredraft.train.fingerprint import fingerprint_target
 from foredraft.train.remote.wire import encode_traces
@@ -23,7 +23,7 @@ MAX_TOKENS = 16_384  # of a request: other requests wait while it is computed
 MAX_LAYERS = 16
 
 
-class TraceRequest(StrictModel):
+class TraceRequest(RoutedRequest):
     """Traces of token rows of equal length (POST /v1/traces). The response is a safetensors file."""
 
     tokens: Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1)]

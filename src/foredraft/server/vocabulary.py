@@ -100,15 +100,15 @@ class ServerVocabulary:
             return spell_piece(str(word))
         return str(self.tokenizer.decode([token])).encode()
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Decode ids to text without control tokens, as the engine does."""
+    def decode(self, ids: Sequence[int], skips_special: bool = True) -> str:
+        """Decode ids to text, by default without control tokens, as the engine does."""
         if self.tokenizer is None:
             return ""
-        return "".join(self.decode_pieces(ids))
+        return "".join(self.decode_pieces(ids, skips_special))
 
-    def decode_pieces(self, ids: Sequence[int]) -> list[str]:
+    def decode_pieces(self, ids: Sequence[int], skips_special: bool = True) -> list[str]:
         """Decode ids to the text that each token adds; an incomplete character at the end is left out."""
-        detokenizer = WindowDetokenizer(self.tokenizer, [])
+        detokenizer = WindowDetokenizer(self.tokenizer, [], skips_special)
         return [detokenizer.push(token) for token in ids]
 
     def require_tokenizer(self) -> Any:

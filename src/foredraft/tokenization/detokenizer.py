@@ -27,18 +27,20 @@ class IncrementalDetokenizer(Protocol):
 
 
 def make_detokenizer(
-    tokenizer: Any | None, prompt: Sequence[int], shown_tokens: Collection[int] = ()
+    tokenizer: Any | None, prompt: Sequence[int], skips_special: bool = True, shown_tokens: Collection[int] = ()
 ) -> IncrementalDetokenizer:
     """Make the detokenizer for the output after `prompt`: ByteDetokenizer for byte-level BPE, else a window.
 
     Args:
         tokenizer: transformers tokenizer. None = all text is empty.
         prompt: token ids before the output.
-        shown_tokens: control tokens that are written as their names. Default () = all control tokens are left out.
+        skips_special: whether special tokens have no text. Default True.
+        shown_tokens: special tokens that are written as their names nevertheless. Default () = none.
     """
     decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
     is_bytes = type(decoder).__name__ == "ByteLevel"
-    inner = ByteDetokenizer(tokenizer, prompt) if is_bytes else WindowDetokenizer(tokenizer, prompt)
+    kind = ByteDetokenizer if is_bytes else WindowDetokenizer
+    inner = kind(tokenizer, prompt, skips_special)
     if tokenizer is None or not shown_tokens:
         return inner
     return ShowingDetokenizer(inner, {token: str(tokenizer.convert_ids_to_tokens(token)) for token in shown_tokens})
@@ -68,8 +70,9 @@ class ByteDetokenizer:
     Takes about a tenth of the time of WindowDetokenizer.
     """
 
-    def __init__(self, tokenizer: Any, prompt: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Any, prompt: Sequence[int], skips_special: bool = True) -> None:
         self._backend = tokenizer.backend_tokenizer
+        self._skips_special = skips_special
         added = self._backend.get_added_tokens_decoder()
         self._special_ids = {token for token, entry in added.items() if entry.special}
         self._token_bytes: dict[int, bytes] = {}
@@ -106,8 +109,10 @@ class ByteDetokenizer:
 
     def _encode_token(self, token: int) -> bytes:
         name = self._backend.id_to_token(token)
-        if name is None or token in self._special_ids:
+        if name is None:
             return b""
+        if token in self._special_ids:
+            return b"" if self._skips_special else str(name).encode()
         data = spell_byte_level(name)
         return str(name).encode() if data is None else data
 
@@ -121,8 +126,9 @@ class WindowDetokenizer:
                                                      ^ _pending_start
     """
 
-    def __init__(self, tokenizer: Any | None, prompt: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Any | None, prompt: Sequence[int], skips_special: bool = True) -> None:
         self.tokenizer = tokenizer
+        self._skips_special = skips_special
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         self._ids = [] if tokenizer is None else self._select_context(prompt)
         self._pending_start = len(self._ids)
@@ -175,9 +181,11 @@ class WindowDetokenizer:
 
     def _decode_ids(self, ids: list[int]) -> str:
         if self._backend is not None:  # the Python wrapper takes ten times as long as the decoding itself
-            return str(self._backend.decode(ids, skip_special_tokens=True))
+            return str(self._backend.decode(ids, skip_special_tokens=self._skips_special))
         assert self.tokenizer is not None
-        return str(self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        return str(
+            self.tokenizer.decode(ids, skip_special_tokens=self._skips_special, clean_up_tokenization_spaces=False)
+        )
 
 
 def _strip_incomplete(text: str) -> str:

@@ -1,24 +1,24 @@
 """Placement of the trained weights: whole in every process, or sharded over all of them by FSDP2."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
 
 from foredraft.drafters.losses import Losses, Trace
 from foredraft.train.distributed import DistributedContext
+from foredraft.train.sharded_tensors import use_whole_parameters
 from foredraft.train.sharding_settings import ShardingSettings
 
 ComputeLoss = Callable[[Trace, float], Losses]  # from a trace and the share of the run that is done
 
 
 class WeightPlacement(Protocol):
-    """Where the trained weights are, and how gradients are summed."""
+    """Placement of the trained weights, and the sum of their gradients."""
 
     @property
     def is_sharded(self) -> bool:
@@ -105,20 +105,9 @@ class ShardedWeights:
     def sum_gradient(self, gradient: Tensor) -> None:
         """Do nothing: the backward pass has summed it."""
 
-    @contextlib.contextmanager
-    def gather(self) -> Iterator[None]:
+    def gather(self) -> contextlib.AbstractContextManager[None]:
         # Not by `unshard`: a hook of FSDP2 shards the weights again as soon as a state_dict is made.
-        places = [(module._parameters, name) for module in self.module.modules() for name in module._parameters]
-        sharded = {id(part): part for owner, name in places if isinstance(part := owner[name], DTensor)}
-        whole = {key: nn.Parameter(part.full_tensor(), part.requires_grad) for key, part in sharded.items()}
-        replaced = [(owner, name, owner[name]) for owner, name in places if id(owner[name]) in whole]
-        for owner, name, part in replaced:
-            owner[name] = whole[id(part)]
-        try:
-            yield
-        finally:
-            for owner, name, part in replaced:
-                owner[name] = part
+        return use_whole_parameters(self.module)
 
 
 def make_mesh(distributed: DistributedContext) -> DeviceMesh:

@@ -28,6 +28,7 @@ from foredraft.train.on_policy import OnPolicySource
 from foredraft.train.optimizer import GroupedOptimizer, LearningRateSchedule, ParameterGroup
 from foredraft.train.placement import ReplicatedWeights, ShardedWeights, WeightPlacement
 from foredraft.train.remote.client import TargetClient
+from foredraft.train.remote.connection import connect_server
 from foredraft.train.remote.llm import RemoteLLM
 from foredraft.train.remote.tracer import make_tracer
 from foredraft.train.settings import find_trainable, parse_train_config, require_training
@@ -116,8 +117,8 @@ def _load_target(plan: TrainPlan, distributed: DistributedContext) -> LLM:
         return load_sharded_target(plan.model, plan.dtype, distributed, distributed.sharding)
     if plan.target_url is None:
         return LLM(plan.model, None, dtype=plan.dtype, device=distributed.device)
-    client = TargetClient(plan.target_url, plan.target_key)
-    return RemoteLLM(plan.model, client, plan.dtype, distributed.device)
+    server = connect_server(TargetClient(plan.target_url, plan.target_key))
+    return RemoteLLM(plan.model, server, plan.dtype, distributed.device)
 
 
 def _ignore(message: object) -> None:

@@ -1,8 +1,10 @@
 """Tensors of which every process has a part, and whole ones."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 
@@ -30,3 +32,23 @@ def gather_tensors(state: Any) -> Any:
     if isinstance(state, list):
         return [gather_tensors(value) for value in state]
     return state.full_tensor() if isinstance(state, DTensor) else state
+
+
+@contextmanager
+def use_whole_parameters(module: nn.Module) -> Iterator[None]:
+    """Replace the sharded parameters of a module by whole ones within a block. All processes enter it together."""
+    places: list[tuple[dict[str, Any], str, Any]] = [
+        (owner._parameters, name, part)
+        for owner in module.modules()
+        for name, part in owner._parameters.items()
+        if isinstance(part, DTensor)
+    ]
+    parts = {id(part): part for _, _, part in places}  # tied parameters have several places
+    whole = {key: nn.Parameter(part.full_tensor(), part.requires_grad) for key, part in parts.items()}
+    for parameters, name, part in places:
+        parameters[name] = whole[id(part)]
+    try:
+        yield
+    finally:
+        for parameters, name, part in places:
+            parameters[name] = part

@@ -16,13 +16,19 @@ def create_trainee(job: TrainJob) -> Trainee:
     Raises:
         ForedraftError: if the folder holds no drafter of this method and target, or one of other sizes than the plan.
     """
+    trainee = make_trainee(job)
+    if job.plan.start is None and trainee.spec.prepare is not None:
+        trainee.spec.prepare(job.count_loss_tokens())
+    return trainee
+
+
+def make_trainee(job: TrainJob) -> Trainee:
+    """Make the drafter in training without the counts of tokens that `create_trainee` adds. Raises as it does."""
     assert job.training.create_trainee is not None
     start = _load_start(job)
     trainee = job.training.create_trainee(job.config, job.llm.target, start)
     if start is not None:
         _check_shape_settings(job, trainee)
-    elif trainee.spec.prepare is not None:
-        trainee.spec.prepare(job.count_loss_tokens())
     return trainee
 
 

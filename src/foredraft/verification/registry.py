@@ -40,7 +40,7 @@ def find_vllm_rule(value: Any) -> Rule:
     rules = {rule.vllm_name: rule for rule in RULES.values() if rule.vllm_name}
     if value in rules:
         return rules[value]
-    hint = "; synthetic acceptance changes the output" if value == "synthetic" else ""
+    hint = "; --spec-simulate RATE simulates acceptance, which changes the output" if value == "synthetic" else ""
     raise ForedraftError(
         f"rejection_sample_method takes {' or '.join(rules)}, got {value!r:.80}{hint}; verify names every rule"
     )

@@ -33,6 +33,8 @@ class Rule:
         vllm_name: its name as vLLM's rejection_sample_method; "" = vLLM does not have it.
         samples_independently: whether it accepts most from siblings that were sampled with replacement. Drafters then
             sample the children of a fixed tree independently of each other, if they can. It reads `uses_q` too.
+        simulated_rate: probability with which it accepts a draft token, whatever p is; the output is then simulated.
+            Default None = it verifies by p.
     """
 
     name: str
@@ -45,6 +47,7 @@ class Rule:
     settings: tuple[str, ...] = ()
     vllm_name: str = ""
     samples_independently: bool = False
+    simulated_rate: float | None = None
 
     def with_settings(self, values: Mapping[str, float]) -> "Rule":
         """Return the rule with other values of its settings; the rule itself if `values` is empty.

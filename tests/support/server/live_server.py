@@ -15,7 +15,9 @@ import httpx
 from foredraft import LLM
 from foredraft.engine.worker import WorkerLimits
 from foredraft.llm import MemoryLimits
+from foredraft.server.admin import AdminRoutes
 from foredraft.server.lifecycle import ModelServer, listen
+from foredraft.server.served_models import ServedModels
 from foredraft.server.service import Service
 from foredraft.server.settings import ServerSettings
 from tests.support import tiny_models
@@ -123,7 +125,13 @@ def run_server(
     service = Service(settings or ServerSettings(model_names=(NAME,), chat_template=CHATML), limits)
     if is_open:
         service.open(llm or make_fresh_llm())
-    server = ModelServer(service)
+    with run_models(ServedModels.single(service)) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def run_models(models: ServedModels, admin: AdminRoutes | None = None) -> Iterator[RunningServer]:
+    server = ModelServer(models, admin)
     with listen("127.0.0.1", 0) as sock:
         port = sock.getsockname()[1]
         thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[sock])))
@@ -132,7 +140,7 @@ def run_server(
             while not server.started:
                 assert thread.is_alive()
                 time.sleep(0.005)
-            yield RunningServer(service, server, port)
+            yield RunningServer(models.services[0], server, port)
         finally:
             server.should_exit = True
             thread.join(60)

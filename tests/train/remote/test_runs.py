@@ -68,9 +68,10 @@ def test_the_servers_target_writes_the_same_documents(model, url, tmp_path):
 
 def test_the_layers_of_the_target_are_not_loaded(model, url):
     from foredraft.train.remote.client import TargetClient
+    from foredraft.train.remote.connection import connect_server
     from foredraft.train.remote.target import RemoteTarget
 
-    target = RemoteTarget.load(str(model), "auto", torch.device("cpu"), TargetClient(url))
+    target = RemoteTarget.load(str(model), "auto", torch.device("cpu"), connect_server(TargetClient(url)))
     loaded = [name for name, parameter in target.model.named_parameters() if parameter.device.type != "meta"]
     assert loaded
     assert not [name for name in loaded if "layers" in name]

@@ -70,7 +70,8 @@ def choose_embedding(own: Tensor | None, target: HFModel, name: str) -> Tensor:
     target_rows = target.embedding
     if own is None or own.shape[-1] != target_rows.shape[-1]:
         return target_rows if own is None else own
-    rows = torch.linspace(0, min(len(own), len(target_rows)) - 1, NUM_COMPARED_ROWS, device=own.device).long()
+    last = min(len(own), len(target_rows)) - 1
+    rows = torch.linspace(0, last, NUM_COMPARED_ROWS, dtype=torch.float32, device=own.device).long()
     compared = target_rows[rows.to(target_rows.device)].float().to(own.device)
     similarity = F.cosine_similarity(own[rows].float(), compared, dim=-1)
     if float(similarity.mean()) < MIN_COSINE_SIMILARITY:

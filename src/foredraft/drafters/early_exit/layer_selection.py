@@ -221,7 +221,8 @@ def _estimate_agreement(logits: Tensor, requests: Sequence[Request], tokens: Seq
     """
     emitted = torch.tensor(tokens, device=logits.device)
     samplings = [r.spec.sampling for r in requests]
-    temperatures = torch.tensor([max(s.temperature, MIN_TEMPERATURE) for s in samplings], device=logits.device)
+    scales = [max(s.temperature, MIN_TEMPERATURE) for s in samplings]
+    temperatures = torch.tensor(scales, dtype=torch.float32, device=logits.device)
     probs = (logits.float() / temperatures[:, None, None]).softmax(-1)
     overlap = torch.minimum(probs[:, :-1], probs[:, -1:]).sum(-1)
     is_hit = (logits[:, :-1].argmax(-1) == emitted[:, None]).to(overlap.dtype)

@@ -210,6 +210,8 @@ def _create_member(name: str, method: Method, options: MethodOptions, context: D
     revision = rest.pop("revision", None)
     if model is not None and not method.uses_model:
         raise ForedraftError(f"the method {method.name} drafts from the tokens alone; leave its model {model!r} out")
+    if method.make_rule is not None:
+        raise ForedraftError(f"{name}: its drafts have a verification rule of their own; name it alone")
     member_context = replace(
         context,
         model=None if model is None else find_revision(str(model), revision),

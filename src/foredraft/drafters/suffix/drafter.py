@@ -276,7 +276,7 @@ class SuffixDrafter:
 
     def _make_logits(self, continuations: Sequence[Continuations]) -> Tensor:
         """Convert continuations to logits [R, V]; -inf for tokens that never followed."""
-        logits = torch.full((len(continuations), self.context.vocab_size), -math.inf)
+        logits = torch.full((len(continuations), self.context.vocab_size), -math.inf, dtype=torch.float32)
         for row, one in zip(logits, continuations, strict=True):
             row[one.tokens] = torch.tensor(one.probs, dtype=torch.float64).log().float()
         return logits.to(self.context.device)

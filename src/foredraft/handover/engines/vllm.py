@@ -79,7 +79,7 @@ ENGINE = EngineTable(
         "replicas": no_flag("start several servers behind a proxy, or use --format ray"),
         "max_replicas": no_flag("the orchestrator scales"),
         "replica_load": no_flag("the orchestrator scales"),
-        "traces": no_flag("see --speculative-config with the method extract_hidden_states"),
+        "traces": no_flag("`foredraft train ... --print-server-command FOLDER` prints the vLLM that a trainer reads"),
         "no_vllm_metrics": no_flag("vLLM reports its own metrics"),
     },
 )

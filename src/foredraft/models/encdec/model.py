@@ -53,13 +53,21 @@ class EncoderDecoder(HFModel):
 
     @classmethod
     def wrap_model(
-        cls, model: Any, name: str, is_fused: bool = False, is_owned: bool = False, quantization: str | None = None
+        cls,
+        model: Any,
+        name: str,
+        is_fused: bool = False,
+        is_owned: bool = False,
+        quantization: str | None = None,
+        sharer: HFModel | None = None,
     ) -> "EncoderDecoder":
         """Wrap a loaded model; arguments as in HFModel.wrap_model.
 
         Raises:
-            ForedraftError: the model is of an unsupported family, or it cannot be quantised.
+            ForedraftError: the model is of an unsupported family, it cannot be quantised, or `sharer` is given.
         """
+        if sharer is not None:
+            raise ForedraftError(f"{name} has an encoder, and shares no weights; load it without shares_weights_of")
         model.eval()
         check_quantizable(model, quantization)
         examine_encoder_decoder(model, name, (*t5.FAMILIES, *bart.FAMILIES))

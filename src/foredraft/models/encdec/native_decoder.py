@@ -127,8 +127,9 @@ class NativeSeq2SeqDecoder:
         record, rows, sources = self.record, forward_batch.packed_rows, pack_source_rows(forward_batch, source_pages)
         pool.reserve([self.kv_sample] * record.layers, forward_batch.num_slots)
         inputs = inputs.float().contiguous()
-        logits = torch.empty(rows.num_logits, record.head.n)
-        features = torch.empty(rows.num_rows, len(hidden_layers) * record.hidden) if hidden_layers else None
+        logits = torch.empty(rows.num_logits, record.head.n, dtype=torch.float32)
+        width = len(hidden_layers) * record.hidden
+        features = torch.empty(rows.num_rows, width, dtype=torch.float32) if hidden_layers else None
         self.native.sync_threads()
         handle = self.native.handle
         scratch = self._take_scratch(handle.fd_encdec_scratch(record, rows.record, sources.record))

@@ -126,7 +126,7 @@ class NativeEncoder:
         """Run the native call on packed rows [R]; returns states [R, hidden]."""
         self.pool.reserve([self.kv_sample] * self.record.layers, batch.num_slots)
         inputs = self.embed(batch.tokens[0], batch.positions[0]).float().contiguous()
-        out = torch.empty(rows.num_rows, self.record.hidden)
+        out = torch.empty(rows.num_rows, self.record.hidden, dtype=torch.float32)
         self.native.sync_threads()
         size = self.native.handle.fd_encdec_scratch(self.record, rows.record, source_rows.record)
         scratch = torch.empty(size, dtype=torch.uint8)

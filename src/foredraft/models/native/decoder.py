@@ -186,8 +186,9 @@ class NativeDecoder:
         self._check_tokens(forward_batch)
         self._extend_rotary(rows.record.max_keys)
         pool.reserve(self.kv_samples, forward_batch.num_slots)
-        logits = torch.empty(rows.num_logits, self.record.head.n)
-        features = torch.empty(rows.num_rows, len(hidden_layers) * self.record.hidden) if hidden_layers else None
+        logits = torch.empty(rows.num_logits, self.record.head.n, dtype=torch.float32)
+        width = len(hidden_layers) * self.record.hidden
+        features = torch.empty(rows.num_rows, width, dtype=torch.float32) if hidden_layers else None
         self.native.sync_threads()
         record = self.record if layer_slice is None else layer_slice.apply_to(self.record)
         scratch = self._take_scratch(self.native.handle.fd_decoder_scratch(record, rows.record))
@@ -241,7 +242,7 @@ class NativeDecoder:
 def _make_rotary_table(module: Any) -> RotaryTable:
     def table(positions: int) -> tuple[Tensor, Tensor]:
         with torch.inference_mode():
-            cos, sin = module(torch.empty(0), position_ids=torch.arange(positions)[None])
+            cos, sin = module(torch.empty(0, dtype=torch.float32), position_ids=torch.arange(positions)[None])
         return take_first_half(cos[0]), take_first_half(sin[0])
 
     return table

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from foredraft.errors import ForedraftError
 from foredraft.llm import LLM
 from foredraft.models.loading import load_tokenizer
 from foredraft.models.prompts import Prompt
@@ -14,10 +13,9 @@ from foredraft.outputs import Completion
 from foredraft.request_options import RequestOptions
 from foredraft.sampling.params import Sampling
 from foredraft.train.prompts import get_ids
-from foredraft.train.remote.client import TargetClient
+from foredraft.train.remote.server import TargetServer
 from foredraft.train.remote.target import RemoteTarget
 
-COMPLETIONS_PATH = "/v1/completions"
 NUM_REQUESTS = 32  # completions that are requested at the same time
 
 
@@ -26,13 +24,13 @@ class RemoteLLM(LLM):
 
     Args:
         model: built-in target, folder or hub id; its tables and its tokenizer are read.
-        client: client of the server.
+        server: server that runs the target.
         dtype: dtype of the tables; "auto" = as stored.
         device: device of the trainer.
     """
 
-    def __init__(self, model: str, client: TargetClient, dtype: str | torch.dtype, device: torch.device) -> None:
-        target = RemoteTarget.load(model, dtype, device, client)
+    def __init__(self, model: str, server: TargetServer, dtype: str | torch.dtype, device: torch.device) -> None:
+        target = RemoteTarget.load(model, dtype, device, server)
         tokenizer = load_tokenizer(target.name, target.vocab_size)
         super().__init__(target, None, tokenizer=tokenizer)
 
@@ -58,12 +56,4 @@ class RemoteLLM(LLM):
 
     def _complete(self, prompt: Any, sampling: Sampling) -> Completion:
         assert isinstance(self.target, RemoteTarget)
-        ids = get_ids(prompt)
-        body = {
-            "prompt": ids, "max_tokens": sampling.max_tokens, "temperature": sampling.temperature,
-            "seed": sampling.seed, "return_token_ids": True,
-        }  # fmt: skip
-        [choice] = self.target.client.post_json(COMPLETIONS_PATH, body)["choices"]
-        if "token_ids" not in choice:
-            raise ForedraftError(f"{self.target.client.url} sends no token_ids; is it a `foredraft serve`?")
-        return Completion(choice["text"], choice["token_ids"], choice["finish_reason"], prompt_token_ids=ids)
+        return self.target.server.complete(get_ids(prompt), sampling)
