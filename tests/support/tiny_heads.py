@@ -80,8 +80,10 @@ class HeadCase:
         torch.manual_seed(0)
         if trainee.spec.prepare is not None:
             trainee.spec.prepare(torch.bincount(generate_texts(llm)[0].flatten(), minlength=tiny_models.VOCAB))
-        inputs = {f"{i}": parameter.reshape(-1) for i, parameter in enumerate(llm.target.model.parameters())}
-        tensors = fit_once(f"{self.method.name} {self.rate} {self.training}", inputs, lambda: self._learn(llm, trainee))
+        target = llm.target
+        inputs = {"embedding": target.embedding, "head": target.head_weight}  # the layers may be in several processes
+        key = f"{self.method.name} {self.rate} {self.training} {target.num_parameters} {target.num_layers}"
+        tensors = fit_once(key, inputs, lambda: self._learn(llm, trainee))
         return Checkpoint(self.method.name, "fitted", "a fitted head", trainee.network.shape, tensors)
 
     def _learn(self, llm: LLM, trainee: Any) -> dict[str, torch.Tensor]:
