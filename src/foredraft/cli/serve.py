@@ -15,9 +15,15 @@ import typer
 from foredraft.cli.backend import CliBackend, load_llm, resolve_single_method
 from foredraft.cli.engine_options import LOAD_PANEL
 from foredraft.cli.keys import read_key
-from foredraft.cli.model_list import ADMIN_KEY_VARIABLE, ModelListOptions, describe_models, resolve_models
+from foredraft.cli.message_formats import (
+    CALL_FORMAT_NAMES,
+    REASONING_FORMAT_NAMES,
+    MessageFormatOptions,
+    read_format,
+)
+from foredraft.cli.model_list import ADMIN_KEY_VARIABLE, describe_models, resolve_models
 from foredraft.cli.model_sources import SourceBuilder
-from foredraft.cli.options import AUTO, NONE, _make_option, with_options
+from foredraft.cli.options import NONE, _make_option, with_options
 from foredraft.cli.prompts import read_template_file
 from foredraft.cli.replicas import build_replica_spec, serve_replicas
 from foredraft.cli.shell import UsageError, print_line
@@ -31,15 +37,12 @@ if TYPE_CHECKING:
     from foredraft.server.settings import ServerSettings
 
 SERVER_PANEL = "Server"
-# Names of foredraft.server.messages.formats, which is not imported before a server starts; a test compares them.
-CALL_FORMAT_NAMES = ("harmony", "mistral-args", "mistral", "hermes", "llama3", "json")
-REASONING_FORMAT_NAMES = ("harmony", "think", "mistral", NONE)
 API_KEY_VARIABLE = "FOREDRAFT_API_KEY"
 INSTALL_ERROR = f"foredraft serve needs FastAPI, uvicorn and prometheus-client: {format_install_command('serve')}"
 
 
 @dataclass(frozen=True)
-class ServeOptions(ModelListOptions):
+class ServeOptions(MessageFormatOptions):
     """Options of `foredraft serve`."""
 
     model_argument: Annotated[
@@ -70,22 +73,6 @@ class ServeOptions(ModelListOptions):
             "File with a Jinja chat template. For a model without a template, 'plain' writes lines of the form role: "
             "content, and 'none' refuses chat requests. Default: the model's template, else plain.",
             panel=SERVER_PANEL,
-        ),
-    ] = None
-    tool_call_parser: Annotated[
-        str | None,
-        _make_option(
-            f"Format of tool calls: {', '.join(CALL_FORMAT_NAMES)}. Default: by the chat template.",
-            panel=SERVER_PANEL,
-            metavar="NAME",
-        ),
-    ] = None
-    reasoning_parser: Annotated[
-        str | None,
-        _make_option(
-            f"Format of reasoning: {', '.join(REASONING_FORMAT_NAMES)}. Default: by the chat template.",
-            panel=SERVER_PANEL,
-            metavar="NAME",
         ),
     ] = None
     allowed_host: Annotated[
@@ -293,8 +280,8 @@ def build_settings(options: ServeOptions) -> "ServerSettings":
         drain_timeout=options.drain_timeout,
         chat_template=_read_template(options.chat_template),
         has_plain_template=options.chat_template != NONE,
-        tool_call_parser=_read_format("--tool-call-parser", options.tool_call_parser, CALL_FORMAT_NAMES),
-        reasoning_parser=_read_format("--reasoning-parser", options.reasoning_parser, REASONING_FORMAT_NAMES),
+        tool_call_parser=read_format("--tool-call-parser", options.tool_call_parser, CALL_FORMAT_NAMES),
+        reasoning_parser=read_format("--reasoning-parser", options.reasoning_parser, REASONING_FORMAT_NAMES),
         has_spec_metrics=options.per_request_spec_metrics,
         has_vllm_names=not options.no_vllm_metrics,
         has_traces=options.traces,
@@ -355,13 +342,6 @@ def _read_template(name: str | None) -> str | None:
     if name is None or name in (NONE, "plain"):
         return None
     return read_template_file(name)
-
-
-def _read_format(option: str, name: str | None, names: tuple[str, ...]) -> str:
-    """Return the name of a format. Raises UsageError for an unknown one."""
-    if name not in (None, AUTO, *names):
-        raise UsageError(f"{option} {name} does not exist; use one of {', '.join((AUTO, *names))}")
-    return AUTO if name is None else name
 
 
 def build_worker_limits(options: ServeOptions) -> "WorkerLimits":

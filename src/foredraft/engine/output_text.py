@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from foredraft.request_spec import RequestSpec
 from foredraft.tokenization.detokenizer import make_detokenizer
 
 
@@ -34,6 +35,12 @@ class OutputText:
         self._tokenizer, self._prompt = tokenizer, prompt
         self._skips_special, self._shown_tokens = skips_special, shown_tokens
         self.restart()
+
+    @classmethod
+    def for_request(cls, tokenizer: Any | None, spec: RequestSpec) -> "OutputText":
+        """Begin the text of a request."""
+        options = spec.options
+        return cls(tokenizer, spec.prompt, spec.sampling.stop, options.skip_special_tokens, options.shown_tokens)
 
     def restart(self) -> None:
         """Begin again without a token."""

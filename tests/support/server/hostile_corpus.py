@@ -306,7 +306,8 @@ def _tools() -> Iterator[HostileRequest]:
         ([tool(parameters={"properties": {"<end>": {}}})], True), ([tool(parameters=deep)], True),
     ]  # fmt: skip
     for i, (value, may_pass) in enumerate(odd):
-        yield _make_request(f"tools {i}", CHAT, {"tools": value}, "tools", may_pass=may_pass)
+        named = () if may_pass else ("tools",)  # a prompt that is too long is refused as one of many messages
+        yield _make_request(f"tools {i}", CHAT, {"tools": value}, *named, may_pass=may_pass)
     schemas: list[tuple[Any, bool]] = [
         ({"$ref": "#/$defs/none"}, False), ({"$ref": "file:///etc/passwd"}, False), (deep, True),
         ({"properties": {"a": {"type": "string", "pattern": "("}}}, False),
@@ -316,7 +317,7 @@ def _tools() -> Iterator[HostileRequest]:
     ]  # fmt: skip
     for i, (schema, may_pass) in enumerate(schemas):
         body = {"tools": [tool(parameters=schema)], "tool_choice": "required"}
-        yield _make_request(f"a required schema {i}", CHAT, body, "tools", may_pass=may_pass)
+        yield _make_request(f"a required schema {i}", CHAT, body, may_pass=may_pass)
     for i, choice in enumerate(["x", "", 3, [], {}, {"type": "function"}, {"type": "function", "function": {}},
                                 {"type": "function", "function": {"name": "b"}}, {"type": "x"}]):  # fmt: skip
         yield _make_request(f"tool_choice {i}", CHAT, {"tools": [tool()], "tool_choice": choice}, "tool_choice")

@@ -4,7 +4,6 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
-import torch
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
@@ -33,8 +32,9 @@ class ScriptedFactory(RequestFactory):
 
         def write_script(seen: Any, scores: Any) -> Any:
             place = seen.shape[1] - len(prompt)
-            forced = torch.full_like(scores, -1e9)
-            forced[:, ids[min(place, len(ids) - 1)]] = 0
+            token = ids[min(place, len(ids) - 1)]
+            forced = scores - 1e9
+            forced[:, token] = scores[:, token]  # -inf if a grammar excludes it
             return forced
 
         return super().prepare(prompt, replace(sampling, logits_processors=(write_script,)), options, first_index)
