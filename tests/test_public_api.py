@@ -108,6 +108,7 @@ def test_the_arguments_of_the_front_door():
         "is_traced",
         "verify",
         "skip_special_tokens",
+        "shown_tokens",
     ]
     assert list(inspect.signature(foredraft.simulate_acceptance).parameters) == ["acceptance_rate", "cost_ms"]
     assert list(inspect.signature(foredraft.make_typical_rule).parameters) == ["posterior_threshold", "posterior_alpha"]

@@ -54,7 +54,7 @@ class RequestFactory:
         rule = rule or self._choose_rule(sampling)
         _check_simulation(rule, sampling, options)
         prediction = encode_prediction(self.target, self.tokenizer, options.prediction)
-        self._check_ids(sampling, prediction)
+        self._check_ids(sampling, prediction, options.shown_tokens)
         seed = int.from_bytes(os.urandom(8), "little") if sampling.seed is None else sampling.seed
         bad_words = encode_bad_words(self.target, self.tokenizer, sampling.bad_words)
         content = prompt.source if isinstance(prompt, Seq2Seq | PreparedPrompt) else prompt
@@ -100,12 +100,12 @@ class RequestFactory:
             sampling.grammar, () if sampling.ignore_eos else self.end_ids, sampling.stop_token_ids
         )
 
-    def _check_ids(self, sampling: Sampling, prediction: tuple[int, ...]) -> None:
+    def _check_ids(self, sampling: Sampling, prediction: tuple[int, ...], shown_tokens: tuple[int, ...]) -> None:
         size = self.target.vocab_size
         ids_by_name = {
             name: getattr(sampling, name) or () for name in ("allowed_token_ids", "logit_bias", "stop_token_ids")
         }
-        ids_by_name["prediction"] = prediction
+        ids_by_name |= {"prediction": prediction, "shown_tokens": shown_tokens}
         ids_by_name["bad_words"] = [token for word in sampling.bad_words if not isinstance(word, str) for token in word]
         for name, ids in ids_by_name.items():
             outside = [token for token in ids if not 0 <= token < size]

@@ -23,11 +23,13 @@ class RequestOptions:
     is_traced: bool = False  # every delta holds the trees of its steps
     verify: str | Rule | None = None  # verification rule or its name; None = that of the LLM
     skip_special_tokens: bool = True  # leave special tokens out of the text; the end token is never part of it
+    shown_tokens: tuple[int, ...] = ()  # special tokens whose names are part of the text nevertheless
 
     def __post_init__(self) -> None:
         count = self.num_speculative_tokens
         if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 0):
             raise ForedraftError(f"num_speculative_tokens must be an integer from 0 up or None, got {count!r:.80}")
-        for name, kind in (("priority", int), ("salt", bytes), ("is_traced", bool), ("skip_special_tokens", bool)):
+        types = {"priority": int, "salt": bytes, "is_traced": bool, "skip_special_tokens": bool, "shown_tokens": tuple}
+        for name, kind in types.items():
             if not isinstance(value := getattr(self, name), kind) or (kind is int and isinstance(value, bool)):
                 raise ForedraftError(f"{name} must be of type {kind.__name__}, got {value!r:.80}")

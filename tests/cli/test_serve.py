@@ -6,8 +6,16 @@ import pytest
 
 from foredraft.cli.backend import resolve_single_method
 from foredraft.cli.engine_options import parse_size
-from foredraft.cli.serve import API_KEY_VARIABLE, ServeOptions, build_settings, read_model_names
+from foredraft.cli.serve import (
+    API_KEY_VARIABLE,
+    CALL_FORMAT_NAMES,
+    REASONING_FORMAT_NAMES,
+    ServeOptions,
+    build_settings,
+    read_model_names,
+)
 from foredraft.cli.shell import UsageError
+from foredraft.server.messages.formats import CALL_FORMATS, REASONING_FORMATS
 from tests.support.cli_fakes import FakeBackend
 
 
@@ -24,6 +32,8 @@ from tests.support.cli_fakes import FakeBackend
         (["--verify", "trust"], "unknown verification rule 'trust'"),
         (["--dtype", "int1"], "unknown dtype 'int1'"),
         (["--chat-template", "gone.jinja"], "cannot be read"),
+        (["--tool-call-parser", "pythonic"], "--tool-call-parser pythonic does not exist; use one of auto, harmony"),
+        (["--reasoning-parser", "deepseek_r1"], "use one of auto, harmony, think, mistral, none"),
         (["--api-key", " "], "API key is empty"),
         (["--api-key", "schlüssel"], "in ASCII"),
         (["--protect-metrics"], "--protect-metrics needs an API key"),
@@ -42,6 +52,13 @@ def test_a_mistake_is_one_line_and_code_2(run, args: list[str], words: str):
     done = run("serve", *args)
     assert (done.code, done.stdout, len(done.error_lines)) == (2, "", 1)
     assert words in done.stderr
+
+
+def test_the_names_of_formats_are_those_of_the_server():
+    assert tuple(one.name for one in CALL_FORMATS) == CALL_FORMAT_NAMES
+    assert (*(one.name for one in REASONING_FORMATS), "none") == REASONING_FORMAT_NAMES
+    settings = build_settings(ServeOptions(tool_call_parser="hermes", reasoning_parser="none"))
+    assert (settings.tool_call_parser, settings.reasoning_parser) == ("hermes", "none")
 
 
 def test_an_address_of_another_machine_is_code_1(run):

@@ -88,7 +88,7 @@ class TestOpenAI:
             client.chat.completions.create(
                 model=NAME,
                 messages=[{"role": "user", "content": "a"}],
-                tools=[{"type": "function", "function": {"name": "f"}}],
+                tools=[{"type": "function", "function": {"name": "not a name"}}],
             )
 
 

@@ -285,12 +285,43 @@ def test_more_tokens_than_the_context_holds_are_as_many_as_fit_or_refused(server
         assert unbounded["usage"]["total_tokens"] == 256
 
 
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "additionalProperties": False}}}
+# field of a chat alone -> fields with which the answer must differ from CHAT's; None: has no effect
+CHAT_CHANGES = {
+    "messages": {"messages": [{"role": "user", "content": "b"}]},
+    "max_completion_tokens": {"max_tokens": None, "max_completion_tokens": 5},
+    "logprobs": {"logprobs": True},
+    "top_logprobs": {"logprobs": True, "top_logprobs": 1},
+    "tools": {"tools": [TOOL]},
+    "tool_choice": {"tools": [TOOL], "tool_choice": "required"},
+    "parallel_tool_calls": {"tools": [TOOL], "parallel_tool_calls": False},
+    "chat_template_kwargs": {"chat_template_kwargs": {"tone": "x"}},
+    "reasoning_effort": {"reasoning_effort": "high"},
+    "add_generation_prompt": {"add_generation_prompt": False},
+    "continue_final_message": {"messages": [{"role": "assistant", "content": "a"}], "continue_final_message": True},
+    "echo": None,  # only False is accepted, for clients that send it
+}
+VARIABLES = CHATML + "{% if tone %}{{ tone }}{% endif %}{% if reasoning_effort %}{{ reasoning_effort }}{% endif %}"
+
+
+def test_every_field_of_a_chat_has_an_effect():
+    assert set(CHAT_CHANGES) == set(ChatRequest.model_fields) - set(CompletionRequest.model_fields) | {
+        "logprobs", "echo",
+    }  # fmt: skip
+    with run_server(settings=ServerSettings(model_names=(NAME,), chat_template=VARIABLES)) as server:
+        plain = server.post_ok("/v1/chat/completions", **CHAT)["choices"]
+        for name, extra in CHAT_CHANGES.items():
+            if extra is None:
+                continue
+            found = server.post_ok("/v1/chat/completions", **CHAT | extra)["choices"]
+            assert found != plain, name
+
+
 def test_no_tools_may_be_given_and_none_of_them_used(server: RunningServer):
     plain = server.post_ok("/v1/chat/completions", **CHAT)["choices"]
-    assert server.post_ok("/v1/chat/completions", **CHAT, tools=[], tool_choice="none")["choices"] == plain
-    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
-    refused = server.post("/v1/chat/completions", CHAT | {"tools": [tool]})
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tools")
+    for extra in ({"tools": [], "tool_choice": "none"}, {"tools": [TOOL], "tool_choice": "none"},
+                  {"reasoning_effort": "none", "chat_template_kwargs": {}, "parallel_tool_calls": True}):  # fmt: skip
+        assert server.post_ok("/v1/chat/completions", **CHAT, **extra)["choices"] == plain, extra
 
 
 def test_the_responses_route_of_openai_does_not_exist_and_says_so(server: RunningServer):

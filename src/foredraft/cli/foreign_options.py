@@ -14,7 +14,7 @@ _METHODS = ("--spec-method", "--methods METHOD", "--method METHOD")
 _LENGTHS = ("--spec-tokens", "--methods METHOD:TOKENS", "--fixed")
 _MERGE = "merge the adapter into its base model first (PEFT's merge_and_unload)"
 _NO_GRAPHS = f"{NO_OPTION_PREFIX}there are no CUDA graphs and nothing is compiled at the start"
-_NO_TOOLS = f"{NO_OPTION_PREFIX}replies are text; tool calls and reasoning are not parsed"
+_TOOLS = f"{NO_OPTION_PREFIX}a request with tools may call them; see --tool-call-parser of foredraft serve"
 _LORA = ("--lora NAME=FOLDER", f"{NO_OPTION_PREFIX}foredraft serve has --lora; for this command {_MERGE}")
 _SAFETENSORS = f"{NO_OPTION_PREFIX}weights are read from safetensors"
 
@@ -78,9 +78,10 @@ FOREIGN_OPTIONS: dict[str, str | tuple[str, ...]] = {
     "--max-seq-len-to-capture": _NO_GRAPHS,
     "--disable-cuda-graph": _NO_GRAPHS,
     "--enable-torch-compile": _NO_GRAPHS,
-    "--enable-auto-tool-choice": _NO_TOOLS,
-    "--tool-call-parser": _NO_TOOLS,
-    "--reasoning-parser": _NO_TOOLS,
+    "--enable-auto-tool-choice": _TOOLS,
+    "--tool_parser": "--tool-call-parser",
+    "--reasoning_parser": "--reasoning-parser",
+    "--jinja": _TOOLS,
     "--guided-decoding-backend": f"{NO_OPTION_PREFIX}llguidance makes the grammars (extra [grammar])",
     "--grammar-backend": f"{NO_OPTION_PREFIX}llguidance makes the grammars (extra [grammar])",
     "--enable-metrics": f"{NO_OPTION_PREFIX}GET /metrics of foredraft serve always answers",

@@ -20,7 +20,10 @@ SPEC_KEYS = (
     "spec-method", "spec-model", "spec-option", "spec-tokens", "spec-quantization", "spec-dtype", "spec-revision",
     "spec-max-model-len", "spec-vocab",
 )  # fmt: skip
-COMMON_KEYS = (*SPEC_KEYS, "verify", "tokenizer", "max-model-len", "max-batch", "chat-template")
+COMMON_KEYS = (
+    *SPEC_KEYS, "verify", "tokenizer", "max-model-len", "max-batch", "chat-template", "tool-call-parser",
+    "reasoning-parser",
+)  # fmt: skip
 OWN_KEYS = (*SPEC_KEYS, "verify", "tokenizer", "max-model-len", "quantization", "revision")  # belong to one model
 TARGET_KEYS = ("quantization", "revision", "dtype", "device")  # of a model of its own; an adapter has those of its base
 _TEXT_PATTERN = re.compile(r"(?P<name>[^=,]+)=(?P<rest>.+)", re.DOTALL)

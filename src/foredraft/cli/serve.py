@@ -15,7 +15,13 @@ import typer
 from foredraft.cli.backend import CliBackend, load_llm, resolve_single_method
 from foredraft.cli.engine_options import LOAD_PANEL
 from foredraft.cli.keys import read_key
-from foredraft.cli.model_list import ADMIN_KEY_VARIABLE, ModelListOptions, describe_models, resolve_models
+from foredraft.cli.message_formats import (
+    CALL_FORMAT_NAMES,
+    REASONING_FORMAT_NAMES,
+    MessageFormatOptions,
+    read_format,
+)
+from foredraft.cli.model_list import ADMIN_KEY_VARIABLE, describe_models, resolve_models
 from foredraft.cli.model_sources import SourceBuilder
 from foredraft.cli.options import NONE, _make_option, with_options
 from foredraft.cli.prompts import read_template_file
@@ -36,7 +42,7 @@ INSTALL_ERROR = f"foredraft serve needs FastAPI, uvicorn and prometheus-client: 
 
 
 @dataclass(frozen=True)
-class ServeOptions(ModelListOptions):
+class ServeOptions(MessageFormatOptions):
     """Options of `foredraft serve`."""
 
     model_argument: Annotated[
@@ -274,6 +280,8 @@ def build_settings(options: ServeOptions) -> "ServerSettings":
         drain_timeout=options.drain_timeout,
         chat_template=_read_template(options.chat_template),
         has_plain_template=options.chat_template != NONE,
+        tool_call_parser=read_format("--tool-call-parser", options.tool_call_parser, CALL_FORMAT_NAMES),
+        reasoning_parser=read_format("--reasoning-parser", options.reasoning_parser, REASONING_FORMAT_NAMES),
         has_spec_metrics=options.per_request_spec_metrics,
         has_vllm_names=not options.no_vllm_metrics,
         has_traces=options.traces,

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from foredraft.request_spec import RequestSpec
 from foredraft.tokenization.detokenizer import make_detokenizer
 
 
@@ -13,7 +14,12 @@ class OutputText:
     """
 
     def __init__(
-        self, tokenizer: Any | None, prompt: Sequence[int], stop_strings: Sequence[str], skips_special: bool = True
+        self,
+        tokenizer: Any | None,
+        prompt: Sequence[int],
+        stop_strings: Sequence[str],
+        skips_special: bool = True,
+        shown_tokens: Sequence[int] = (),
     ) -> None:
         """Begin an empty text.
 
@@ -22,15 +28,23 @@ class OutputText:
             prompt: token ids before the output.
             stop_strings: strings of which no part may be released while it may become complete.
             skips_special: whether special tokens have no text. Default True.
+            shown_tokens: special tokens that have a text nevertheless: their names. Default () = none.
         """
         self.stop_strings = stop_strings
         self._longest_stop = max(map(len, stop_strings), default=0)
-        self._tokenizer, self._prompt, self._skips_special = tokenizer, prompt, skips_special
+        self._tokenizer, self._prompt = tokenizer, prompt
+        self._skips_special, self._shown_tokens = skips_special, shown_tokens
         self.restart()
+
+    @classmethod
+    def for_request(cls, tokenizer: Any | None, spec: RequestSpec) -> "OutputText":
+        """Begin the text of a request."""
+        options = spec.options
+        return cls(tokenizer, spec.prompt, spec.sampling.stop, options.skip_special_tokens, options.shown_tokens)
 
     def restart(self) -> None:
         """Begin again without a token."""
-        self._detokenizer = make_detokenizer(self._tokenizer, self._prompt, self._skips_special)
+        self._detokenizer = make_detokenizer(self._tokenizer, self._prompt, self._skips_special, self._shown_tokens)
         self.pending = ""  # end of the text, held back because it may begin a stop string
         self.released = ""
 

@@ -45,7 +45,7 @@ class Transcript:
         self.stats_recorder = StatsRecorder()
         self._end: OutputEnd | None = None
         spec = request.spec
-        self._output_text = OutputText(tokenizer, spec.prompt, spec.sampling.stop, spec.options.skip_special_tokens)
+        self._output_text = OutputText.for_request(tokenizer, spec)
         self._delta_queue = DeltaQueue(index)
         self._end_ids = spec.end_ids
         self._max_tokens = spec.max_output_tokens

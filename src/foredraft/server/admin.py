@@ -56,6 +56,8 @@ class LoadModelRequest(StrictModel):
     device: Text | None = None
     max_model_len: Size | None = None
     max_batch: Size | None = None
+    tool_call_parser: Text | None = None
+    reasoning_parser: Text | None = None
 
 
 SourceFactory = Callable[[LoadModelRequest], ModelSource]

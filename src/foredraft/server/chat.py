@@ -1,16 +1,23 @@
 """Handler of POST /v1/chat/completions."""
 
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from foredraft.errors import ForedraftError
+from foredraft.server.chat_format import build_deltas, build_message
 from foredraft.server.choice_stream import ChoicePart, ChoiceStream, count_usage
 from foredraft.server.errors import ApiError
 from foredraft.server.generation import Generation
-from foredraft.server.grammars import find_grammar_field
+from foredraft.server.grammars import find_grammar_field, read_grammar
 from foredraft.server.logprobs import format_chat_logprobs, format_prompt_logprobs
+from foredraft.server.message_stream import MessageStream
+from foredraft.server.messages.assistant_message import AssistantMessage
+from foredraft.server.messages.reasoning_format import ReasoningStart
+from foredraft.server.messages.tools import ToolUse
 from foredraft.server.prompts import check_text_size, encode_prediction
 from foredraft.server.responses import (
     ResponseHead,
@@ -23,15 +30,27 @@ from foredraft.server.sampling_params import build_options, build_sampling
 from foredraft.server.schemas import ChatRequest
 from foredraft.server.service import PromptSubmission, Service
 from foredraft.server.sse import DONE_EVENT, encode_event
+from foredraft.server.template_rows import ChatInput
+from foredraft.server.templates import EncodedChat
+from foredraft.server.tool_request import check_results, read_tool_use, read_variables
 
 
 async def serve(service: Service, http: Request, request: ChatRequest) -> Response:
     """Serve a chat request. Raises ApiError."""
     service.check_name(request.model)
     _check_request(request)
-    submission = await service.run_off_loop(_prepare_prompt, service, request)
-    generation = await service.submit([submission])
-    return await respond(service, http, request, generation, ChatResponse(service, request, generation))
+    prepared = await service.run_off_loop(_prepare_chat, service, request)
+    generation = await service.submit([prepared.submission])
+    return await respond(service, http, request, generation, ChatResponse(service, request, generation, prepared))
+
+
+@dataclass(frozen=True)
+class PreparedChat:
+    """Chat request that is ready for the engine, and what the parser of its answers needs."""
+
+    submission: PromptSubmission
+    use: ToolUse
+    start: ReasoningStart  # place of the output's first token
 
 
 def _check_request(request: ChatRequest) -> None:
@@ -49,50 +68,71 @@ def _check_request(request: ChatRequest) -> None:
         raise ApiError(400, "continue_final_message needs a last message of the assistant", "continue_final_message")
 
 
-def _prepare_prompt(service: Service, request: ChatRequest) -> PromptSubmission:
+def _prepare_chat(service: Service, request: ChatRequest) -> PreparedChat:
     """Render, tokenize and check the messages. Runs on a thread, because it may take long."""
     if service.llm.target.has_encoder and request.prompt_logprobs is not None:
         raise ApiError(400, "the input of an encoder has no log-probabilities; leave it out", "prompt_logprobs")
-    adds_prompt = request.add_generation_prompt
-    if request.continue_final_message and "add_generation_prompt" not in request.model_fields_set:
-        adds_prompt = False
-    is_truncated = request.truncate_prompt_tokens is not None
-    check_text_size(service, sum(len(message.text) for message in request.messages), "messages", is_truncated)
-    ids = service.chat_template.encode(request.messages, adds_prompt, request.continue_final_message)
-    if request.truncate_prompt_tokens is not None:
-        ids = ids[-request.truncate_prompt_tokens :]
+    use = read_tool_use(request)
+    own = read_grammar(request)
+    chat = _encode_messages(service, request, use)
+    ids = chat.ids if request.truncate_prompt_tokens is None else chat.ids[-request.truncate_prompt_tokens :]
     service.check_length(len(ids), "messages")
     name = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
     service.check_output_length(len(ids), getattr(request, name), name)
     max_tokens = getattr(request, name) or service.count_free_tokens(len(ids))
     count = (request.top_logprobs or 0) if request.logprobs else None
-    sampling = build_sampling(request, max_tokens, count, request.prompt_logprobs)
-    options = build_options(request, encode_prediction(service, request), service.llm.rule)
-    return PromptSubmission(ids, sampling, options, find_grammar_field(request))
+    start = service.dialect.find_start(chat.end, own)
+    grammar_field = find_grammar_field(request) or ("tools" if use.tools else None)
+    try:
+        grammar = service.dialect.build_grammar(use, own, start)
+    except ForedraftError as error:
+        raise ApiError(400, f"{grammar_field}: {error}", grammar_field) from None
+    sampling = build_sampling(request, max_tokens, count, request.prompt_logprobs, grammar)
+    shown_tokens = service.dialect.list_shown_tokens(use)
+    options = build_options(request, encode_prediction(service, request), service.llm.rule, shown_tokens)
+    return PreparedChat(PromptSubmission(ids, sampling, options, grammar_field), use, start)
+
+
+def _encode_messages(service: Service, request: ChatRequest, use: ToolUse) -> EncodedChat:
+    check_results(request.messages)
+    is_truncated = request.truncate_prompt_tokens is not None
+    check_text_size(service, sum(message.size for message in request.messages), "messages", is_truncated)
+    adds_prompt = request.add_generation_prompt
+    if request.continue_final_message and "add_generation_prompt" not in request.model_fields_set:
+        adds_prompt = False
+    variables = read_variables(request, service.chat_template)
+    chat = ChatInput(request.messages, use.described, variables, adds_prompt, request.continue_final_message)
+    return service.chat_template.encode_chat(chat)
 
 
 class ChatResponse:
     """Chat response of one generation, as one body or as a stream of events."""
 
-    def __init__(self, service: Service, request: ChatRequest, generation: Generation) -> None:
+    def __init__(self, service: Service, request: ChatRequest, generation: Generation, prepared: PreparedChat) -> None:
         self.service, self.request, self.generation = service, request, generation
         kind = "chat.completion.chunk" if request.is_streaming else "chat.completion"
         self.head = ResponseHead.for_request(service, request, generation, "chatcmpl", kind)
-        self.choices = [ChoiceStream.for_transcript(request, t, i) for i, t in enumerate(generation.transcripts)]
+        field = prepared.submission.grammar_field
+        self.choices = [
+            ChoiceStream.for_transcript(request, transcript, i, field)
+            for i, transcript in enumerate(generation.transcripts)
+        ]
+        self.streams = [MessageStream(service.dialect.make_parser(prepared.use, prepared.start)) for _ in self.choices]
 
     def build_usage(self) -> dict[str, Any]:
         return count_usage(self.choices, self.request.n)
 
     async def collect_body(self) -> dict[str, Any]:
         """Read all deltas and build the response body."""
-        parts = [ChoicePart() for _ in self.choices]
+        parts, messages = [ChoicePart() for _ in self.choices], [AssistantMessage() for _ in self.choices]
         async for delta in self.generation.read_deltas():
-            parts[delta.index].add(self.choices[delta.index].take_delta(delta))
+            part = self.choices[delta.index].take_delta(delta)
+            messages[delta.index].add(self.streams[delta.index].take_part(part))
+            parts[delta.index].add(part)
         check_started(self.service, parts)
         choices = []
-        for choice, part in zip(self.choices, parts, strict=True):
-            message = {"role": "assistant", "content": part.text, "refusal": None}
-            choices.append(self._build_choice(choice, part, message=message))
+        for choice, part, message in zip(self.choices, parts, messages, strict=True):
+            choices.append(self._build_choice(choice, part, message=build_message(message)))
         body = self.head.build_body(choices) | {"usage": self.build_usage()}
         return body | self._build_prompt_fields() | build_spec_metrics(self.service, self.request, self.generation)
 
@@ -107,9 +147,8 @@ class ChatResponse:
             async for generated in self.generation.read_deltas():
                 choice = self.choices[generated.index]
                 part = choice.take_delta(generated)
-                yield self._encode_chunk(
-                    [self._build_choice(choice, part, delta={"content": part.text})], is_continuous
-                )
+                for delta, piece in self._split_part(choice.index, part):
+                    yield self._encode_chunk([self._build_choice(choice, piece, delta=delta)], is_continuous)
             last = build_spec_metrics(self.service, self.request, self.generation) | self._build_prompt_fields()
             if options is not None and options.include_usage:
                 last["usage"] = self.build_usage()
@@ -118,6 +157,26 @@ class ChatResponse:
         except ApiError as error:
             yield encode_error_event(error)
         yield DONE_EVENT
+
+    def _split_part(self, index: int, part: ChoicePart) -> list[tuple[dict[str, Any], ChoicePart]]:
+        """Return the deltas of a part. The last one carries its tokens and its end.
+
+        A part whose text is held back has no delta, unless the client reads something else of it.
+        """
+        stream = self.streams[index]
+        events = stream.take_part(part)
+        if stream.is_plain:
+            return [({"content": part.text}, part)]
+        deltas = build_deltas(events)
+        if not deltas and (part.finish_reason is not None or part.entries or part.trace is not None or self._is_exact):
+            deltas = [{}]
+        return [(delta, ChoicePart()) for delta in deltas[:-1]] + [(delta, part) for delta in deltas[-1:]]
+
+    @property
+    def _is_exact(self) -> bool:
+        """Whether the client reads the tokens or the usage of every part."""
+        options = self.request.stream_options
+        return bool(self.request.return_token_ids) or (options is not None and options.continuous_usage_stats)
 
     def _encode_chunk(self, choices: list[dict[str, Any]], has_usage: bool) -> bytes:
         body = self.head.build_body(choices)
@@ -134,7 +193,7 @@ class ChatResponse:
             "index": choice.index,
             **content,
             "logprobs": logprobs,
-            "finish_reason": part.finish_reason,
+            "finish_reason": self.streams[choice.index].name_finish(part.finish_reason),
             "stop_reason": part.stop_reason,
         }
         if request.return_token_ids:

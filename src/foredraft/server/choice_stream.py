@@ -7,7 +7,6 @@ from typing import Any
 from foredraft.engine.transcript import Transcript
 from foredraft.outputs import Delta, TokenLogprob
 from foredraft.server.errors import ApiError
-from foredraft.server.grammars import find_grammar_field
 from foredraft.server.schemas import GenerationRequest
 
 
@@ -49,13 +48,15 @@ class ChoiceStream:
     is_silent: bool = False  # max_tokens = 0 with echo: generated tokens are not sent
 
     @classmethod
-    def for_transcript(cls, request: GenerationRequest, transcript: Transcript, index: int) -> "ChoiceStream":
+    def for_transcript(
+        cls, request: GenerationRequest, transcript: Transcript, index: int, grammar_field: str | None
+    ) -> "ChoiceStream":
         return cls(
             index,
             transcript,
             has_trace=request.foredraft_trace,
             includes_stop=request.include_stop_str_in_output,
-            grammar_field=find_grammar_field(request),
+            grammar_field=grammar_field,
         )
 
     def take_delta(self, delta: Delta) -> ChoicePart:

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from foredraft.server.choice_stream import ChoicePart, ChoiceStream, count_usage
 from foredraft.server.errors import ApiError
 from foredraft.server.generation import Generation
-from foredraft.server.grammars import find_grammar_field
+from foredraft.server.grammars import find_grammar_field, read_grammar
 from foredraft.server.infill import InfillTokens
 from foredraft.server.logprobs import LogprobEntry, format_completion_logprobs, format_prompt_logprobs
 from foredraft.server.prompts import EncodedPrompt, encode_prediction, encode_prompts
@@ -72,7 +72,7 @@ def _prepare_prompts(service: Service, request: CompletionRequest) -> _PreparedR
     if request.echo and request.logprobs is not None:
         prompt_logprobs = max(prompt_logprobs or 0, request.logprobs)
     max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else max(request.max_tokens, 1)
-    sampling = build_sampling(request, max_tokens, request.logprobs, prompt_logprobs)
+    sampling = build_sampling(request, max_tokens, request.logprobs, prompt_logprobs, read_grammar(request))
     prediction = encode_prediction(service, request)
     prompts = encode_prompts(service, request)
     if request.suffix and not request.ignore_eos:
@@ -95,7 +95,11 @@ class CompletionResponse:
     ) -> None:
         self.service, self.request, self.generation, self.prompts = service, request, generation, prompts
         self.head = ResponseHead.for_request(service, request, generation, "cmpl", "text_completion")
-        self.choices = [ChoiceStream.for_transcript(request, t, i) for i, t in enumerate(generation.transcripts)]
+        field = find_grammar_field(request)
+        self.choices = [
+            ChoiceStream.for_transcript(request, transcript, i, field)
+            for i, transcript in enumerate(generation.transcripts)
+        ]
         for choice in self.choices:
             choice.is_silent = request.max_tokens == 0
             choice.num_chars = len(self._find_prompt(choice).text) if request.echo else 0

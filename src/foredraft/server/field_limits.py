@@ -11,7 +11,9 @@ from foredraft.server.settings import RequestLimits
 
 Model = TypeVar("Model", bound=BaseModel)
 MAX_FIELD_PATH = 128  # characters of a dotted field path in an error message
-_BRANCHES = frozenset({"str", "int", "float", "bool", "dict", "text", "texts", "ids", "lists", "parts"})  # of unions
+_BRANCHES = frozenset(
+    {"str", "int", "float", "bool", "dict", "text", "texts", "ids", "lists", "parts", "word", "named"}
+)  # of unions
 _FieldLimit = tuple[int, Callable[[Any], int], str]  # maximum, function that measures a value, words of the message
 
 
@@ -31,13 +33,16 @@ def check_limits(body: dict[str, Any], limits: RequestLimits) -> None:
         if size > limit:
             raise ApiError(400, f"{name} {verb} at most {limit}, got {_format_size(size)}", name)
     _check_prompt(body, limits)
-    for name in ("response_format", "structured_outputs", "regex"):
+    for name, max_bytes in _list_sizes(limits).items():
         value = body.get(name)
-        if (
-            value is not None
-            and len(json.dumps(value, ensure_ascii=False).encode(errors="replace")) > limits.max_schema_bytes
-        ):
-            raise ApiError(400, f"{name} is larger than {limits.max_schema_bytes} bytes", name)
+        if value is not None and len(json.dumps(value, ensure_ascii=False).encode(errors="replace")) > max_bytes:
+            raise ApiError(400, f"{name} is larger than {max_bytes} bytes", name)
+
+
+def _list_sizes(limits: RequestLimits) -> dict[str, int]:
+    """List the fields whose JSON is bounded, with its bytes."""
+    grammars = dict.fromkeys(("response_format", "structured_outputs", "regex"), limits.max_schema_bytes)
+    return grammars | dict.fromkeys(("tools", "chat_template_kwargs"), limits.max_tools_bytes)
 
 
 def _build_field_limits(limits: RequestLimits) -> dict[str, _FieldLimit]:
@@ -53,6 +58,7 @@ def _build_field_limits(limits: RequestLimits) -> dict[str, _FieldLimit]:
         "stop_token_ids": (limits.max_token_ids, _count_entries, "may hold"),
         "allowed_token_ids": (limits.max_token_ids, _count_entries, "may hold"),
         "messages": (limits.max_messages, _count_entries, "may hold"),
+        "tools": (limits.max_tools, _count_entries, "may hold"),
     }
 
 

@@ -6,9 +6,9 @@ from typing import Any
 from foredraft.errors import ForedraftError
 from foredraft.outputs import Stats
 from foredraft.request_options import RequestOptions
+from foredraft.sampling.grammar import Grammar
 from foredraft.sampling.params import Sampling
 from foredraft.server.errors import ApiError
-from foredraft.server.grammars import read_grammar
 from foredraft.server.schemas import GenerationRequest
 from foredraft.verification.registry import AUTO, find_rule
 from foredraft.verification.rule import Rule
@@ -19,7 +19,7 @@ def build_sampling(
     max_tokens: int,
     logprobs: int | None,
     prompt_logprobs: int | None,
-    param: str = "max_tokens",
+    grammar: Grammar | None,
 ) -> Sampling:
     """Build the sampling parameters of a request.
 
@@ -28,10 +28,10 @@ def build_sampling(
         max_tokens: maximum output length after the default of the route.
         logprobs: likeliest tokens to report per output token. None = no log-probabilities.
         prompt_logprobs: the same for prompt tokens.
-        param: name of the field that holds max_tokens, for errors.
+        grammar: grammar of the output.
 
     Raises:
-        ApiError: values contradict each other, or the grammar is malformed.
+        ApiError: values contradict each other.
     """
     optional: dict[str, Any] = {  # a None falls back to the default of Sampling
         "temperature": request.temperature,
@@ -45,7 +45,7 @@ def build_sampling(
         "bad_words": request.bad_words,
         "stop_token_ids": request.stop_token_ids,
         "logit_bias": _parse_logit_bias(request.logit_bias),
-        "grammar": read_grammar(request),
+        "grammar": grammar,
     }
     try:
         return Sampling(
@@ -66,7 +66,10 @@ def build_sampling(
 
 
 def build_options(
-    request: GenerationRequest, prediction: tuple[int, ...], server_rule: Rule | None = None
+    request: GenerationRequest,
+    prediction: tuple[int, ...],
+    server_rule: Rule | None = None,
+    shown_tokens: tuple[int, ...] = (),
 ) -> RequestOptions:
     """Build the options of a request that are no sampling parameters.
 
@@ -74,6 +77,7 @@ def build_options(
         request: body of the request.
         prediction: its prediction as token ids.
         server_rule: rule of requests that name none, whose settings a request may change. Default None = "auto".
+        shown_tokens: control tokens whose names are part of the text. Default () = none.
 
     Raises:
         ApiError: there is no such rule, or it has no such setting.
@@ -86,6 +90,7 @@ def build_options(
         is_traced=request.foredraft_trace,
         verify=_read_rule(request, server_rule),
         skip_special_tokens=request.skip_special_tokens is not False,
+        shown_tokens=shown_tokens,
     )
 
 

@@ -29,7 +29,6 @@ Penalty = Annotated[float, Field(ge=-2, le=2)]
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "audio": (None,),
     "chat_template": (None,),
-    "chat_template_kwargs": (None, {}),
     "documents": (None,),
     "early_stopping": (None, False),
     "function_call": (None, "none"),
@@ -39,16 +38,12 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "logprob_token_ids": (None,),
     "metadata": (None, {}),
     "modalities": (None, ["text"]),
-    "parallel_tool_calls": (None, True, False),
-    "reasoning_effort": (None, "none"),
     "safety_identifier": (None,),
     "service_tier": (None, "auto", "default"),
     "spaces_between_special_tokens": (None, True),
     "store": (None, False),
     "suffix": (None, ""),
     "thinking_token_budget": (None,),
-    "tool_choice": (None, "none"),
-    "tools": (None, []),
     "use_beam_search": (None, False),
     "verbosity": (None,),
     "web_search_options": (None,),
@@ -121,18 +116,89 @@ class PredictedContent(StrictModel):
     content: MessageContent
 
 
+class CalledFunction(StrictModel):
+    """Function of a call in a message."""
+
+    name: Annotated[str, Field(min_length=1, max_length=64)]
+    arguments: str
+
+
+class MessageToolCall(StrictModel):
+    """Call in a message of the assistant, in the format of OpenAI."""
+
+    id: Annotated[str, Field(min_length=1, max_length=256)]
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: Annotated[int, Field(ge=0)] | None = None  # clients repeat it from a stream
+
+
 class ChatMessage(StrictModel):
     """One message of a conversation."""
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: MessageContent | None = None
     name: Annotated[str, Field(max_length=64)] | None = None
+    tool_calls: Annotated[list[MessageToolCall], Field(fail_fast=True, max_length=128)] | None = None
+    tool_call_id: Annotated[str, Field(max_length=256)] | None = None
+    reasoning_content: str | None = None
+    # Fields of answers that clients send back, at the values which answers have.
     refusal: None = None
-    tool_calls: None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    audio: None = None
+    function_call: None = None
+
+    @model_validator(mode="after")
+    def _check_role(self) -> "ChatMessage":
+        if self.role != "assistant" and (self.tool_calls is not None or self.reasoning_content is not None):
+            raise ValueError("tool_calls and reasoning_content belong to messages of the assistant")
+        if (self.role == "tool") != (self.tool_call_id is not None):
+            raise ValueError("tool_call_id belongs to messages of the role tool, and each of them needs it")
+        return self
 
     @property
     def text(self) -> str:
         return join_text(self.content or "")
+
+    @property
+    def size(self) -> int:
+        """Characters of the message, those of its calls included."""
+        calls = sum(len(call.function.name) + len(call.function.arguments) for call in self.tool_calls or ())
+        return len(self.text) + len(self.reasoning_content or "") + calls
+
+
+class FunctionDefinition(StrictModel):
+    """Function that the model may call."""
+
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolDefinition(StrictModel):
+    """Tool, in the format of OpenAI."""
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class FunctionName(StrictModel):
+    """Name of a function."""
+
+    name: str
+
+
+class NamedToolChoice(StrictModel):
+    """Choice of one function, in the format of OpenAI."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("word")] | Annotated[NamedToolChoice, Tag("named")],
+    Discriminator(lambda v: "word" if isinstance(v, str) else "named"),
+]
 
 
 def join_text(content: str | list[TextContentPart]) -> str:
@@ -227,6 +293,11 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
+    tools: Annotated[list[ToolDefinition], Field(fail_fast=True)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Annotated[str, Field(min_length=1, max_length=32)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     echo: Literal[False] = False
@@ -237,6 +308,8 @@ class TokenizeRequest(RoutedRequest):
 
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1)] | None = None
+    tools: Annotated[list[ToolDefinition], Field(fail_fast=True)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False

@@ -14,6 +14,7 @@ from foredraft.request_options import RequestOptions
 from foredraft.sampling.params import Sampling
 from foredraft.server.errors import ApiError, make_queue_full_error, make_unavailable_error, quote_name
 from foredraft.server.generation import Generation
+from foredraft.server.messages.dialect import Dialect
 from foredraft.server.metrics import ServerMetrics
 from foredraft.server.settings import ServerSettings
 from foredraft.server.templates import ChatTemplate
@@ -63,8 +64,11 @@ class Service:
         self.metrics.attach_worker(worker, None if llm.rule is None else llm.rule.simulated_rate)
         vocabulary = ServerVocabulary(llm.tokenizer, llm.target.vocab_size)
         templates = ChatTemplate(vocabulary, self.settings, llm.target.has_encoder)
+        dialect = Dialect.from_template(
+            templates.source, vocabulary.special_ids, self.settings.tool_call_parser, self.settings.reasoning_parser
+        )
         worker.start()
-        self._loaded_model = _LoadedModel(llm, worker, vocabulary, templates)
+        self._loaded_model = _LoadedModel(llm, worker, vocabulary, templates, dialect)
 
     @property
     def llm(self) -> "LLM":
@@ -81,6 +85,10 @@ class Service:
     @property
     def chat_template(self) -> ChatTemplate:
         return self._required_model.chat_template
+
+    @property
+    def dialect(self) -> Dialect:
+        return self._required_model.dialect
 
     @property
     def is_open(self) -> bool:
@@ -213,3 +221,4 @@ class _LoadedModel:
     worker: Worker
     vocabulary: ServerVocabulary
     chat_template: ChatTemplate
+    dialect: Dialect

@@ -13,6 +13,8 @@ class RequestLimits:
     max_prompts: int = 64  # prompts of a completion request
     max_samples: int = 256  # prompts * n
     max_messages: int = 1024  # messages of a chat request
+    max_tools: int = 128  # tools of a chat request
+    max_tools_bytes: int = 256 << 10  # bytes of their definitions; also of chat_template_kwargs
     max_stops: int = 4  # stop strings
     max_stop_chars: int = 1024  # characters of a stop string or bad word
     max_logprobs: int = 20  # likeliest tokens listed per position
@@ -42,6 +44,8 @@ class ServerSettings:
     drain_timeout: float = 30.0  # seconds that running requests may take during a shutdown
     chat_template: str | None = None  # Jinja source; None = the tokenizer's template
     has_plain_template: bool = True  # use a plain template for a model without one; False = refuse chat requests
+    tool_call_parser: str = "auto"  # format of tool calls; "auto" = by the chat template
+    reasoning_parser: str = "auto"  # format of reasoning; "auto" = by the chat template, "none" = answers have none
     has_spec_metrics: bool = False  # report speculative statistics in every response
     has_traces: bool = False  # serve hidden states and distributions, for training on another machine
     has_vllm_names: bool = True  # report metrics also under vLLM's names

@@ -5,16 +5,20 @@ the template can write control tokens. Requests cannot bring their own template.
 """
 
 import datetime
+import itertools
 import json
 import logging
 import secrets
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from types import FrameType
 from typing import Any
 
 import jinja2
+import jinja2.meta
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -24,11 +28,18 @@ from foredraft.server.errors import ApiError
 from foredraft.server.schemas import ChatMessage
 from foredraft.server.settings import ServerSettings
 from foredraft.server.special_token_escape import SpecialTokenEscaper
+from foredraft.server.template_abilities import TemplateAbilities, probe_template
+from foredraft.server.template_rows import ChatInput, TemplateRows, build_rows
 from foredraft.server.vocabulary import ServerVocabulary
 
 log = logging.getLogger(__name__)
 MAX_REPEATED = 1 << 20  # largest result of `*` in a template, in characters, entries or value; also base ** 2 of `**`
 MAX_POWER = 64  # largest exponent of `**` in a template
+MAX_END_CHARS = 64  # characters of a prompt's end that show whether it opens the reasoning
+# Variables that requests cannot set by chat_template_kwargs.
+RESERVED_VARIABLES = frozenset(
+    "messages tools documents add_generation_prompt bos_token eos_token pad_token unk_token".split()
+)
 MAX_MASKED_CHARS = 16  # characters that stand in for a masked message
 
 
@@ -55,19 +66,24 @@ class ChatTemplate:
         self.source = source
         self._template = None if source is None else compile_template(source)
         self._special_tokens = {} if vocabulary.tokenizer is None else dict(vocabulary.tokenizer.special_tokens_map)
+        self.variables = frozenset[str]() if source is None else find_variables(source)
+        self.variables -= RESERVED_VARIABLES | self._special_tokens.keys()
+        self.abilities = self._probe()
 
     def encode(
         self, messages: Sequence[ChatMessage], add_generation_prompt: bool = True, continue_final_message: bool = False
     ) -> list[int]:
+        """Render and tokenize a conversation without tools. Arguments and errors as in `encode_chat`."""
+        chat = ChatInput(
+            messages, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message
+        )
+        return self.encode_chat(chat).ids
+
+    def encode_chat(self, chat: ChatInput) -> "EncodedChat":
         """Render and tokenize a conversation.
 
-        Args:
-            messages: messages of the conversation, in order.
-            add_generation_prompt: end with the beginning of the assistant's turn.
-            continue_final_message: leave the last message open, so that the output continues it.
-
         Raises:
-            ApiError: there is no template, or the messages cannot be rendered.
+            ApiError: there is no template, it does not read a variable, or the messages cannot be rendered.
         """
         tokenizer = self.vocabulary.require_tokenizer()
         if self._template is None:
@@ -75,72 +91,73 @@ class ChatTemplate:
                 400, "the model has no chat template: start the server with --chat-template FILE, or use completions",
                 "messages",
             )  # fmt: skip
-        if continue_final_message and add_generation_prompt:
+        if chat.continue_final_message and chat.add_generation_prompt:
             message = "continue_final_message goes with add_generation_prompt = false"
             raise ApiError(400, message, "continue_final_message")
         escaper = SpecialTokenEscaper(self.vocabulary.special_ids)
-        rows = [self._build_row(message, escaper) for message in messages]
-        mark = ""  # marks the end of the last message in the rendered text
-        if continue_final_message:
-            mark = f"\ue002{secrets.randbits(64):020d}\ue003"
-            rows[-1]["content"] += mark
-        text = self._render(rows, add_generation_prompt)
-        if continue_final_message:
-            text, separator, _ = text.partition(mark)
-            if not separator:
-                raise ApiError(400, "the chat template does not show the last message", "continue_final_message")
-        self._check_control_tokens(text, rows, add_generation_prompt, continue_final_message)
-        ids = escaper.encode(text, tokenizer)
-        return self._add_outer_tokens(ids)
+        rows = build_rows(chat, self.abilities).map_text(escaper.escape, escaper.escape)
+        mark = f"\ue002{secrets.randbits(64):020d}\ue003"  # marks the end of the last message in the rendered text
+        text = self._render_to(rows, chat, mark)
+        self._check_control_tokens(text, rows, chat)
+        ids = self._add_outer_tokens(escaper.encode(text, tokenizer))
+        return EncodedChat(ids, text[-MAX_END_CHARS:])
 
-    def _build_row(self, message: ChatMessage, escaper: SpecialTokenEscaper) -> dict[str, Any]:
-        row = {"role": message.role, "content": escaper.escape(message.text)}
-        return row if message.name is None else row | {"name": escaper.escape(message.name)}
+    def _render_to(self, rows: TemplateRows, chat: ChatInput, mark: str) -> str:
+        """Render a conversation up to its end, or up to the mark behind its last message."""
+        if not chat.continue_final_message:
+            return self._render(rows, chat.add_generation_prompt)
+        rows.extend_last(mark)
+        text, separator, _ = self._render(rows, chat.add_generation_prompt).partition(mark)
+        if not separator:
+            raise ApiError(400, "the chat template does not show the last message", "continue_final_message")
+        return text
 
-    def _check_control_tokens(
-        self, text: str, rows: list[dict[str, Any]], add_generation_prompt: bool, continue_final_message: bool
-    ) -> None:
-        """Raise ApiError if a message and the template (or a filter of it) together spell a control token.
+    def _check_control_tokens(self, text: str, rows: TemplateRows, chat: ChatInput) -> None:
+        """Raise ApiError if text of the client and the template (or a filter of it) together spell a control token.
 
-        The conversation is rendered again with masked messages, and its control tokens are counted.
+        The conversation is rendered again with masked texts, and its control tokens are counted.
         """
-        masked_rows = [{name: self._mask_value(name, value) for name, value in row.items()} for row in rows]
+        keys = (f"x{i}" for i in itertools.count())
+        masked_rows = rows.map_text(
+            self._mask_text, lambda key: key if key.isidentifier() or not self._has_boundary(key) else next(keys)
+        )
         if masked_rows == rows:
             return
-        mark = "\ue002" + "0" * 20 + "\ue003"
-        if continue_final_message:
-            masked_rows[-1]["content"] += mark
-        masked_text = self._render(masked_rows, add_generation_prompt)
-        masked_text = masked_text.partition(mark)[0] if continue_final_message else masked_text
+        masked_text = self._render_to(masked_rows, chat, "\ue002" + "0" * 20 + "\ue003")
         for token in self.vocabulary.special_ids:
             if text.count(token) > masked_text.count(token):
                 raise ApiError(400, "a message and the chat template together spell a control token", "messages")
 
-    def _mask_value(self, name: str, value: str) -> str:
-        """Replace a value that could be part of a control token by letters x."""
-        if name == "role" or not any(value.find(char) >= 0 for char in self._find_boundary_chars()):
-            return value
-        return "x" * min(len(value), MAX_MASKED_CHARS)
+    def _mask_text(self, text: str) -> str:
+        """Replace a text that could be part of a control token by letters x."""
+        return "x" * min(len(text), MAX_MASKED_CHARS) if self._has_boundary(text) else text
 
-    def _find_boundary_chars(self) -> frozenset[str]:
-        """Collect the first and last characters of all control tokens.
+    def _has_boundary(self, text: str) -> bool:
+        return any(text.find(char) >= 0 for char in self._boundary_chars)
 
-        A message without these characters cannot complete a control token.
-        """
+    @cached_property
+    def _boundary_chars(self) -> frozenset[str]:
+        """First and last characters of all control tokens. A text without them cannot complete a control token."""
         return frozenset(token[0] for token in self.vocabulary.special_ids) | frozenset(
             token[-1] for token in self.vocabulary.special_ids
         )
 
-    def _render(self, rows: list[dict[str, Any]], add_generation_prompt: bool) -> str:
+    def _render(self, rows: TemplateRows, add_generation_prompt: bool) -> str:
         assert self._template is not None
         values = {
             **self._special_tokens,
-            "messages": rows,
+            **rows.variables,
+            "messages": rows.messages,
             "add_generation_prompt": add_generation_prompt,
-            "tools": None,
+            "tools": rows.tools,
             "documents": None,
         }
         return render_template(self._template, values, self.limits.template_timeout, self.limits.max_template_chars)
+
+    def _probe(self) -> TemplateAbilities:
+        if self._template is None:
+            return TemplateAbilities()
+        return probe_template(lambda rows, tools: self._render(TemplateRows(rows, tools, {}), True))
 
     def _add_outer_tokens(self, ids: list[int]) -> list[int]:
         """Add control tokens of the tokenizer that a template does not write.
@@ -152,16 +169,33 @@ class ChatTemplate:
         return (before if self.is_plain else []) + ids + (after if needs_end else [])
 
 
+@dataclass(frozen=True)
+class EncodedChat:
+    """Prompt of a conversation."""
+
+    ids: list[int]
+    end: str  # last characters of the rendered text
+
+
 def compile_template(source: str) -> jinja2.Template:
     """Compile a template as transformers does, in a sandbox. Raises ForedraftError."""
+    try:
+        return _make_environment().from_string(source)
+    except jinja2.TemplateError as error:
+        raise ForedraftError(f"the chat template does not compile: {error}") from None
+
+
+def find_variables(source: str) -> frozenset[str]:
+    """Find the names of the variables that a template reads."""
+    return frozenset(jinja2.meta.find_undeclared_variables(_make_environment().parse(source)))
+
+
+def _make_environment() -> "_TemplateSandbox":
     environment = _TemplateSandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
     environment.filters["tojson"] = _dump_json
     environment.globals["raise_exception"] = _raise_refusal
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    try:
-        return environment.from_string(source)
-    except jinja2.TemplateError as error:
-        raise ForedraftError(f"the chat template does not compile: {error}") from None
+    return environment
 
 
 def render_template(template: jinja2.Template, values: dict[str, Any], timeout: float, max_chars: int) -> str:

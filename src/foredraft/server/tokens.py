@@ -9,6 +9,8 @@ from foredraft.server.errors import ApiError
 from foredraft.server.prompts import check_text_size, encode_text
 from foredraft.server.schemas import DetokenizeRequest, TokenizeRequest
 from foredraft.server.service import Service
+from foredraft.server.template_rows import ChatInput
+from foredraft.server.tool_request import check_results, check_variables, read_tools
 
 
 async def tokenize(service: Service, http: Request, request: TokenizeRequest) -> Response:
@@ -16,14 +18,24 @@ async def tokenize(service: Service, http: Request, request: TokenizeRequest) ->
     service.check_name(request.model)
     if (request.prompt is None) == (request.messages is None):
         raise ApiError(400, "give either prompt or messages", "prompt")
+    for name in ("tools", "chat_template_kwargs"):
+        if request.prompt is not None and getattr(request, name):
+            raise ApiError(400, f"{name} goes with messages; leave it out", name)
     return JSONResponse(await service.run_off_loop(_tokenize_request, service, request))
 
 
 def _tokenize_request(service: Service, request: TokenizeRequest) -> dict[str, Any]:
     if request.messages is not None:
-        check_text_size(service, sum(len(message.text) for message in request.messages), "messages", is_truncated=True)
-        adds_prompt = request.add_generation_prompt and not request.continue_final_message
-        ids = service.chat_template.encode(request.messages, adds_prompt, request.continue_final_message)
+        check_results(request.messages)
+        check_text_size(service, sum(message.size for message in request.messages), "messages", is_truncated=True)
+        chat = ChatInput(
+            request.messages,
+            read_tools(request.tools or []),
+            check_variables(request.chat_template_kwargs, service.chat_template),
+            request.add_generation_prompt and not request.continue_final_message,
+            request.continue_final_message,
+        )
+        ids = service.chat_template.encode_chat(chat).ids
     else:
         check_text_size(service, len(request.prompt or ""), "prompt", is_truncated=True)
         ids, _ = encode_text(service, request.prompt or "", request.add_special_tokens)

@@ -1,7 +1,7 @@
 """Incremental detokenization: token ids to text, one token at a time, in whole characters."""
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from foredraft.errors import ForedraftError, is_panic
@@ -27,7 +27,7 @@ class IncrementalDetokenizer(Protocol):
 
 
 def make_detokenizer(
-    tokenizer: Any | None, prompt: Sequence[int], skips_special: bool = True
+    tokenizer: Any | None, prompt: Sequence[int], skips_special: bool = True, shown_tokens: Collection[int] = ()
 ) -> IncrementalDetokenizer:
     """Make the detokenizer for the output after `prompt`: ByteDetokenizer for byte-level BPE, else a window.
 
@@ -35,11 +35,33 @@ def make_detokenizer(
         tokenizer: transformers tokenizer. None = all text is empty.
         prompt: token ids before the output.
         skips_special: whether special tokens have no text. Default True.
+        shown_tokens: special tokens that are written as their names nevertheless. Default () = none.
     """
     decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
     is_bytes = type(decoder).__name__ == "ByteLevel"
     kind = ByteDetokenizer if is_bytes else WindowDetokenizer
-    return kind(tokenizer, prompt, skips_special)
+    inner = kind(tokenizer, prompt, skips_special)
+    if tokenizer is None or not shown_tokens:
+        return inner
+    return ShowingDetokenizer(inner, {token: str(tokenizer.convert_ids_to_tokens(token)) for token in shown_tokens})
+
+
+class ShowingDetokenizer:
+    """Detokenizer that writes some control tokens as their names.
+
+    Args:
+        inner: detokenizer of all other tokens.
+        names: text by token id.
+    """
+
+    def __init__(self, inner: IncrementalDetokenizer, names: Mapping[int, str]) -> None:
+        self._inner, self._names = inner, names
+
+    def push(self, token: int) -> str:
+        return self._names[token] if token in self._names else self._inner.push(token)
+
+    def decode_token(self, token: int) -> str:
+        return self._names[token] if token in self._names else self._inner.decode_token(token)
 
 
 class ByteDetokenizer:

@@ -29,6 +29,7 @@ def corpus(vocab_size: int, context: int) -> Iterator[HostileRequest]:
     yield from _samplings(vocab_size)
     yield from _grammars()
     yield from _chats()
+    yield from _tools()
     yield from _unknown()
     yield from _tokens(vocab_size)
     yield from _bodies()
@@ -283,10 +284,62 @@ def _chats() -> Iterator[HostileRequest]:
         yield _make_request(f"content {text[:20]!r}", CHAT, {"messages": [message]}, may_pass=True)
     yield _make_request("nothing said", CHAT, {"messages": [{"role": "user"}]}, "messages", may_pass=True)
     yield _make_request("a template of one's own", CHAT, {"chat_template": "{{ 1 }}"}, "chat_template")
-    yield _make_request("a tool", CHAT, {"tools": [{"type": "function", "function": {"name": "a"}}]}, "tools")
     yield _make_request("goes on after a user", CHAT, {"continue_final_message": True}, "continue_final_message")
     yield _make_request("two limits", CHAT, {"max_completion_tokens": 3}, "max_tokens")
     yield _make_request("two shapes", TOKENIZE, {"messages": [said()]}, "prompt")
+
+
+def _tools() -> Iterator[HostileRequest]:
+    def tool(**rest: Any) -> dict[str, Any]:
+        return {"type": "function", "function": {"name": "a"} | rest}
+
+    deep: Any = {"type": "object"}
+    for _ in range(200):
+        deep = {"type": "object", "properties": {"a": deep}}
+    odd: list[tuple[Any, bool]] = [
+        ({}, False), ([None], False), ([{}], False), (["a"], False), ([{"type": "retrieval"}], False),
+        ([{"type": "function"}], False), ([tool(name="")], False), ([tool(name="a b")], False),
+        ([tool(name="x" * 65)], False), ([tool(name=3)], False), ([tool(name='a": 1}')], False),
+        ([tool(parameters=[])], False), ([tool(parameters={"type": "array"})], False), ([tool(), tool()], False),
+        ([tool(strict="yes")], False), ([tool(x=1)], False), ([tool(name=f"a{i}") for i in range(129)], False),
+        ([tool(description="x" * 300_000)], False), ([tool(description="<end><pad>")], True),
+        ([tool(parameters={"properties": {"<end>": {}}})], True), ([tool(parameters=deep)], True),
+    ]  # fmt: skip
+    for i, (value, may_pass) in enumerate(odd):
+        named = () if may_pass else ("tools",)  # a prompt that is too long is refused as one of many messages
+        yield _make_request(f"tools {i}", CHAT, {"tools": value}, *named, may_pass=may_pass)
+    schemas: list[tuple[Any, bool]] = [
+        ({"$ref": "#/$defs/none"}, False), ({"$ref": "file:///etc/passwd"}, False), (deep, True),
+        ({"properties": {"a": {"type": "string", "pattern": "("}}}, False),
+        ({"properties": {"a": {"type": "string", "minLength": 10**9}}}, True),
+        ({"properties": {"a": {"enum": [f"v{i}" for i in range(5000)]}}}, True),
+        ({"properties": {f"a{i}": {} for i in range(1000)}}, True),
+    ]  # fmt: skip
+    for i, (schema, may_pass) in enumerate(schemas):
+        body = {"tools": [tool(parameters=schema)], "tool_choice": "required"}
+        yield _make_request(f"a required schema {i}", CHAT, body, may_pass=may_pass)
+    for i, choice in enumerate(["x", "", 3, [], {}, {"type": "function"}, {"type": "function", "function": {}},
+                                {"type": "function", "function": {"name": "b"}}, {"type": "x"}]):  # fmt: skip
+        yield _make_request(f"tool_choice {i}", CHAT, {"tools": [tool()], "tool_choice": choice}, "tool_choice")
+    yield _make_request("a choice without tools", CHAT, {"tool_choice": "required"}, "tool_choice")
+    for i, value in enumerate([3, [], {"messages": []}, {"tools": []}, {"add_generation_prompt": False}, {"x": 1},
+                               {"__class__": 1}, {"a": "x" * 300_000}]):  # fmt: skip
+        yield _make_request(f"chat_template_kwargs {i}", CHAT, {"chat_template_kwargs": value}, "chat_template_kwargs")
+    for effort in ("high", "", "x" * 33, 3):
+        yield _make_request(
+            f"reasoning_effort {str(effort)[:5]}", CHAT, {"reasoning_effort": effort}, "reasoning_effort"
+        )
+    call = {"id": "c", "type": "function", "function": {"name": "a", "arguments": "{}"}}
+    histories: list[Any] = [
+        [{"role": "assistant", "tool_calls": [call | {"function": {"name": "a", "arguments": {}}}]}],
+        [{"role": "assistant", "tool_calls": [call] * 129}], [{"role": "assistant", "tool_calls": [call | {"id": ""}]}],
+        [{"role": "user", "content": CANARY, "tool_calls": [call]}],
+        [{"role": "user", "content": CANARY, "reasoning_content": "a"}],
+        [{"role": "tool", "content": CANARY}], [{"role": "assistant", "tool_calls": [call]},
+                                                {"role": "tool", "tool_call_id": "d", "content": CANARY}],
+    ]  # fmt: skip
+    for i, messages in enumerate(histories):
+        yield _make_request(f"a history with calls {i}", CHAT, {"messages": messages}, "messages")
 
 
 def _unknown() -> Iterator[HostileRequest]:

@@ -46,6 +46,8 @@ ENGINE = EngineTable(
     flags={
         "served_model_name": ServerFlag("--alias", convert=lambda names: ",".join(names)),
         "chat_template": ServerFlag("--chat-template-file", is_folder=True),
+        "tool_call_parser": no_flag("llama-server finds the format by the chat template, with --jinja"),
+        "reasoning_parser": no_flag("see --reasoning-format, whose default finds it by the chat template"),
         "max_model_len": ServerFlag(
             "--kv-unified-per-slot", "it bounds each of the slots; --ctx-size is the memory of all of them"
         ),

@@ -5,6 +5,10 @@ from typing import Any
 from foredraft.handover.engine import DrafterArguments, EngineDrafter, EngineTable
 from foredraft.handover.server_flag import ServerFlag, no_flag
 
+CALL_PARSERS = {
+    "hermes": "qwen25", "llama3": "llama3", "mistral": "mistral", "mistral-args": "mistral", "harmony": "gpt-oss"
+}  # fmt: skip
+REASONING_PARSERS = {"think": "deepseek-r1", "harmony": "gpt-oss"}
 DTYPES = frozenset({"auto", "half", "float16", "bfloat16", "float32"})
 CHAIN_WIDTH = 1  # --speculative-eagle-topk of a chain
 
@@ -37,6 +41,10 @@ ENGINE = EngineTable(
     flags={
         "served_model_name": ServerFlag("--served-model-name"),
         "chat_template": ServerFlag("--chat-template", is_folder=True),
+        "tool_call_parser": ServerFlag("--tool-call-parser", values=frozenset(CALL_PARSERS), convert=CALL_PARSERS.get),
+        "reasoning_parser": ServerFlag(
+            "--reasoning-parser", values=frozenset(REASONING_PARSERS), convert=REASONING_PARSERS.get
+        ),
         "revision": ServerFlag("--revision"),
         "tokenizer": ServerFlag("--tokenizer-path", is_folder=True),
         "dtype": ServerFlag("--dtype", values=DTYPES),

@@ -30,6 +30,8 @@ ENGINE = EngineTable(
     flags={
         "served_model_name": ServerFlag("--served_model_name"),
         "chat_template": ServerFlag("--chat_template", is_folder=True),
+        "tool_call_parser": no_flag("trtllm-serve has parsers of its own; see its --tool_parser"),
+        "reasoning_parser": no_flag("trtllm-serve has parsers of its own; see its --reasoning_parser"),
         "revision": ServerFlag("--revision"),
         "tokenizer": ServerFlag("--tokenizer", is_folder=True),
         "dtype": ServerFlag(

@@ -6,6 +6,10 @@ from foredraft.handover.engine import DrafterArguments, EngineDrafter, EngineTab
 from foredraft.handover.server_flag import ServerFlag, no_flag
 
 DTYPES = frozenset({"auto", "half", "float16", "bfloat16", "float32"})
+CALL_PARSERS = {
+    "hermes": "hermes", "llama3": "llama3_json", "mistral": "mistral", "mistral-args": "mistral", "harmony": "openai"
+}  # fmt: skip
+REASONING_PARSERS = {"think": "deepseek_r1", "mistral": "mistral", "harmony": "openai_gptoss"}
 
 
 def write_drafter(drafter: EngineDrafter) -> DrafterArguments:
@@ -34,6 +38,15 @@ ENGINE = EngineTable(
     flags={
         "served_model_name": ServerFlag("--served-model-name", takes_several=True),
         "chat_template": ServerFlag("--chat-template", is_folder=True),
+        "tool_call_parser": ServerFlag(
+            "--tool-call-parser",
+            "calls that no tool_choice requires also need --enable-auto-tool-choice",
+            values=frozenset(CALL_PARSERS),
+            convert=CALL_PARSERS.get,
+        ),
+        "reasoning_parser": ServerFlag(
+            "--reasoning-parser", values=frozenset(REASONING_PARSERS), convert=REASONING_PARSERS.get
+        ),
         "revision": ServerFlag("--revision", argument="revision"),
         "tokenizer": ServerFlag("--tokenizer", argument="tokenizer", is_folder=True),
         "dtype": ServerFlag("--dtype", argument="dtype", values=DTYPES),
