@@ -212,12 +212,10 @@ class RoutedRequest(StrictModel):
     model: str | None = None
 
 
-class GenerationRequest(RoutedRequest):
-    """Fields of both generation routes."""
+class SamplingRequest(RoutedRequest):
+    """Fields of every route that generates."""
 
-    max_tokens: Count | None = None
     min_tokens: Count = 0
-    n: Annotated[int, Field(ge=1)] = 1
     temperature: Annotated[float, Field(ge=0, le=1e6)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=1 << 31)] | None = None
@@ -230,22 +228,12 @@ class GenerationRequest(RoutedRequest):
     allowed_token_ids: Annotated[list[TokenId], Field(fail_fast=True)] | None = None
     bad_words: Annotated[list[str], Field(fail_fast=True)] | None = None
     seed: Annotated[int, Field(ge=-SEED_BOUND, lt=SEED_BOUND)] | None = None
-    stop: str | list[str] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True)] | None = None
-    include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     regex: str | None = None
-    prediction: PredictedContent | None = None
-    prompt_logprobs: Annotated[int, Field(ge=0)] | None = None
-    truncate_prompt_tokens: Annotated[int, Field(ge=1, le=1 << 31)] | None = None
-    add_special_tokens: bool | None = None
     skip_special_tokens: bool | None = None  # None = True
-    return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = None
     priority: Annotated[int, Field(ge=-(1 << 31), le=1 << 31)] = 0
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     request_id: Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[\w.-]+$")] | None = None
@@ -255,16 +243,38 @@ class GenerationRequest(RoutedRequest):
     posterior_threshold: Annotated[float, Field(gt=0, le=1)] | None = None
     posterior_alpha: Annotated[float, Field(gt=0)] | None = None
     speculative_metrics: bool = False
+
+    @property
+    def is_streaming(self) -> bool:
+        return bool(self.stream)
+
+    @property
+    def shared_fields(self) -> dict[str, Any]:
+        """Fields of this class that the client has set, for a request of another route."""
+        return {name: getattr(self, name) for name in SamplingRequest.model_fields if name in self.model_fields_set}
+
+
+class GenerationRequest(SamplingRequest):
+    """Fields of completions and of chat completions."""
+
+    max_tokens: Count | None = None
+    n: Annotated[int, Field(ge=1)] = 1
+    stop: str | list[str] | None = None
+    include_stop_str_in_output: bool = False
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    prediction: PredictedContent | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0)] | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=1, le=1 << 31)] | None = None
+    add_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     foredraft_trace: bool = False
 
     @model_validator(mode="before")
     @classmethod
     def _drop_neutral(cls, data: Any) -> Any:
         return {name: value for name, value in data.items() if name in cls.model_fields or not _is_neutral(name, value)}
-
-    @property
-    def is_streaming(self) -> bool:
-        return bool(self.stream)
 
 
 Prompt = Annotated[
