@@ -60,6 +60,10 @@ class AnswerStream:
         """Return the finish reason of an answer; "tool_calls" if it ends after calls."""
         return self._messages[index].name_finish(reason)
 
+    def count_reasoning_tokens(self, index: int) -> int:
+        """Count the tokens of an answer up to the end of its reasoning, without the mark that ends it."""
+        return self._messages[index].num_reasoning_tokens
+
     def count_usage(self) -> dict[str, Any]:
         """Count the tokens so far, as `usage` of a chat completion."""
         return count_usage(self.choices, self._num_samples)

@@ -21,6 +21,8 @@ from foredraft.server.openapi import build_openapi_extra, install_openapi
 from foredraft.server.playground import make_playground_router
 from foredraft.server.prometheus_text import MetricsPage
 from foredraft.server.request_body import read_request
+from foredraft.server.responses_api.routes import ResponseRoutes
+from foredraft.server.responses_api.schema import ResponseRequest
 from foredraft.server.schemas import (
     ChatRequest,
     CompletionRequest,
@@ -36,12 +38,13 @@ Model = TypeVar("Model", bound=RoutedRequest)
 Handler = Callable[[Service, Request, Model], Awaitable[Response]]
 
 
-def create_app(models: ServedModels, admin: AdminRoutes | None = None) -> FastAPI:
+def create_app(models: ServedModels, admin: AdminRoutes | None = None, tag: str = "") -> FastAPI:
     """Build the application of a server. Its models are closed when the application shuts down.
 
     Args:
         models: models of the server.
         admin: routes that load and unload models. Default None = there are none.
+        tag: part of the ids of responses, by which a front finds this replica. Default "" = none.
     """
 
     @asynccontextmanager
@@ -59,6 +62,7 @@ def create_app(models: ServedModels, admin: AdminRoutes | None = None) -> FastAP
     _add_state(app, models)
     _add_models(app, models)
     _add_posts(app, models)
+    _add_responses(app, models, ResponseRoutes(models.settings, tag))
     if models.settings.has_traces:
         _add_traces(app, models)
     if admin is not None:
@@ -78,6 +82,11 @@ def _add_posts(app: FastAPI, models: ServedModels) -> None:
     async def tokenizer_info(model: str | None = None) -> Response:
         """Return the tokenizer's special tokens, chat template and lengths."""
         return JSONResponse(tokens.describe_tokenizer(models.find(model)))
+
+
+def _add_responses(app: FastAPI, models: ServedModels, routes: ResponseRoutes) -> None:
+    _add_post_route(app, models, "/v1/responses", ResponseRequest, routes.create)
+    routes.add_to(app)
 
 
 def _add_traces(app: FastAPI, models: ServedModels) -> None:

@@ -37,6 +37,7 @@ _OTHER_ROUTES = {
     "/v1/images": "images",
     "/v1/moderations": "moderation",
     "/v1/fine_tuning": "fine-tuning",
+    "/v1/conversations": "stored conversations (previous_response_id of v1/responses continues one)",
     "/v1/files": "stored files",
     "/v1/batches": "stored batches (`foredraft batch` answers a file of requests)",
 }
@@ -120,8 +121,8 @@ def _explain_missing_route(path: str) -> str | None:
     for prefix, purpose in _OTHER_ROUTES.items():
         if path == prefix or path.startswith(f"{prefix}/"):
             return (
-                f"this server generates text and has no {purpose}; its routes are POST v1/completions and "
-                "v1/chat/completions"
+                f"this server generates text and has no {purpose}; its routes are POST v1/completions, "
+                "v1/chat/completions and v1/responses"
             )
     return None
 

@@ -49,11 +49,17 @@ class ResponseHead:
         body: dict[str, Any] = {
             "id": self.id, "object": self.object, "created": self.created, "model": self.model, "choices": choices
         }  # fmt: skip
+        return body | self.notes
+
+    @property
+    def notes(self) -> dict[str, Any]:
+        """Fields that say how the output differs from that of the model."""
+        notes: dict[str, Any] = {}
         if self.verification is not None:
-            body["verification"] = self.verification
+            notes["verification"] = self.verification
         if self.simulated_rate is not None:
-            body["simulated_acceptance_rate"] = self.simulated_rate
-        return body
+            notes["simulated_acceptance_rate"] = self.simulated_rate
+        return notes
 
     @property
     def headers(self) -> dict[str, str]:

@@ -13,6 +13,8 @@ Fields beyond OpenAI's and vLLM's:
 - `regex`: short for structured_outputs.regex.
 """
 
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
@@ -195,9 +197,29 @@ class NamedToolChoice(StrictModel):
     function: FunctionName
 
 
+class ToolSubset(StrictModel):
+    """Tools that an answer may call."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedToolChoice], Field(fail_fast=True, min_length=1, max_length=128)]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(tool.function.name for tool in self.tools)
+
+
+class AllowedToolsChoice(StrictModel):
+    """Choice of some of the tools, in the format of OpenAI. The prompt describes all of them."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: ToolSubset
+
+
 ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("word")] | Annotated[NamedToolChoice, Tag("named")],
-    Discriminator(lambda v: "word" if isinstance(v, str) else "named"),
+    Annotated[Literal["none", "auto", "required"], Tag("word")]
+    | Annotated[NamedToolChoice, Tag("named")]
+    | Annotated[AllowedToolsChoice, Tag("allowed")],
+    Discriminator(lambda v: _find_choice_kind(v)),
 ]
 
 
@@ -274,7 +296,7 @@ class GenerationRequest(SamplingRequest):
     @model_validator(mode="before")
     @classmethod
     def _drop_neutral(cls, data: Any) -> Any:
-        return {name: value for name, value in data.items() if name in cls.model_fields or not _is_neutral(name, value)}
+        return drop_neutral(data, cls.model_fields, NEUTRAL_VALUES)
 
 
 Prompt = Annotated[
@@ -336,6 +358,13 @@ def _find_content_kind(content: Any) -> str | None:
     return "text" if isinstance(content, str) else "parts" if isinstance(content, list) else None
 
 
+def _find_choice_kind(choice: Any) -> str:
+    if isinstance(choice, str):
+        return "word"
+    kind = choice.get("type") if isinstance(choice, dict) else getattr(choice, "type", None)
+    return "allowed" if kind == "allowed_tools" else "named"
+
+
 def _find_prompt_kind(prompt: Any) -> str | None:
     if isinstance(prompt, str):
         return "text"
@@ -343,14 +372,28 @@ def _find_prompt_kind(prompt: Any) -> str | None:
     return {str: "texts", int: "ids", list: "lists"}.get(type(first))
 
 
-def _is_neutral(name: str, value: Any) -> bool:
-    """Return True for an unimplemented field at a neutral value.
+def drop_neutral(
+    data: Mapping[str, Any],
+    fields: Collection[str],
+    neutral_values: Mapping[str, Sequence[Any]],
+    fixes: Mapping[str, str] = MappingProxyType({}),
+) -> dict[str, Any]:
+    """Drop the unimplemented fields of a body that have a neutral value.
+
+    Args:
+        data: the body.
+        fields: names of the implemented fields.
+        neutral_values: unimplemented field -> values at which it has no effect.
+        fixes: unimplemented field -> what to do. Default none: it may be left out.
 
     Raises:
-        ApiError: the field has another value.
+        ApiError: an unimplemented field has another value.
     """
-    if name not in NEUTRAL_VALUES:
-        return False
-    if not any(type(value) is type(other) and value == other for other in NEUTRAL_VALUES[name]):
-        raise ApiError(400, f"{quote_name(name)} is not implemented; leave it out", name)
-    return True
+    kept = {}
+    for name, value in data.items():
+        if name in fields or name not in neutral_values:
+            kept[name] = value
+        elif not any(type(value) is type(other) and value == other for other in neutral_values[name]):
+            fix = fixes.get(name, "leave it out")
+            raise ApiError(400, f"{quote_name(name)} is not implemented; {fix}", name)
+    return kept
