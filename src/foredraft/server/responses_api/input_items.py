@@ -142,7 +142,7 @@ class OtherItem(StrictModel):
         kind = data.get("type") if isinstance(data, dict) else None
         if kind is None:
             raise ValueError("an item needs a type, or the role of a message")
-        fix = _OTHER_ITEMS.get(kind, "send messages, function_call, function_call_output and reasoning")
+        fix = _OTHER_ITEMS.get(str(kind), "send messages, function_call, function_call_output and reasoning")
         raise ValueError(f"an item of the type {quote_name(kind)} is not implemented; {fix}")
 
 

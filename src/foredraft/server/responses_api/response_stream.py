@@ -103,10 +103,9 @@ class ItemResponse:
     def _build_end(self) -> dict[str, Any]:
         """Build the response of a generation that has ended, and store it unless it was aborted."""
         tokens = self._answers.count_usage()
-        num_written = (
-            self._service.count_cacheable(tokens["prompt_tokens"]) - tokens["prompt_tokens_details"]["cached_tokens"]
-        )
-        usage = build_usage(tokens, self._answers.count_reasoning_tokens(0), max(num_written, 0))
+        num_cached = tokens["prompt_tokens_details"]["cached_tokens"]
+        num_written = max(self._service.count_cacheable(tokens["prompt_tokens"]) - num_cached, 0)
+        usage = build_usage(tokens, self._answers.count_reasoning_tokens(0), num_written)
         metrics = build_spec_metrics(self._service, self._request, self._generation)
         output = self._writer.items
         if self._last.finish_reason == "abort":
