@@ -24,9 +24,10 @@ class TextPart(StrictModel):
 
     type: Literal["input_text", "output_text"]
     text: str
-    # Fields of answers that clients send back. Log-probabilities change nothing in a prompt.
+    # Fields of answers that clients send back. Log-probabilities, and what an SDK parses of the text, change nothing.
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
     logprobs: list[Any] | None = None
+    parsed: Any = None
 
 
 class OtherPart(StrictModel):
@@ -78,6 +79,7 @@ class FunctionCallItem(StrictModel):
     caller: None = None
     created_by: None = None
     namespace: None = None
+    parsed_arguments: Any = None  # what an SDK parses of the arguments
 
 
 class FunctionOutputItem(StrictModel):

@@ -145,7 +145,7 @@ def _build_choice(request: ResponseRequest) -> Any:
     if isinstance(choice, AllowedTools):
         subset = ToolSubset(mode=choice.mode, tools=[_name_tool(tool) for tool in choice.tools])
         return AllowedToolsChoice(type="allowed_tools", allowed_tools=subset)
-    return choice
+    return choice if request.tools or choice != "auto" else None  # agents send "auto" without tools too
 
 
 def _name_tool(tool: NamedTool) -> NamedToolChoice:
