@@ -14,6 +14,8 @@ PATHS = {
     "/v1/images/generations": "no images",
     "/v1/images/edits": "no images",
     "/v1/moderations": "no moderation",
+    "/v1/conversations": "previous_response_id",
+    "/v1/responses/resp_1/cancel": "do not run in the background",
 }
 
 

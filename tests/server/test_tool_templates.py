@@ -147,6 +147,14 @@ def test_a_choice_without_its_tools_is_refused(fields: dict[str, Any], param: st
     assert refused.value.param == param
 
 
+def test_a_message_of_the_developer_is_one_of_the_system_for_other_templates():
+    """Many templates leave a role out that they do not know, or refuse it."""
+    messages = [ChatMessage(role="developer", content="Be brief."), ChatMessage(role="user", content="a")]
+    for source, role in ((chat_templates.ROLES_ONLY, "system: "), (chat_templates.HERMES, "developer\n")):
+        template = make_template(source)
+        assert f"{role}Be brief." in template.vocabulary.decode(template.encode(messages))
+
+
 def test_a_result_needs_its_call():
     with pytest.raises(ApiError, match="abc123xyz"):
         check_results([ChatMessage.model_validate(HISTORY[0]), ChatMessage.model_validate(HISTORY[2])])

@@ -35,6 +35,7 @@ _OTHER_ROUTES = {
     "/classify": "classification",
     "/v1/audio": "speech and transcription",
     "/v1/images": "images",
+    "/v1/responses": "such route of responses, which do not run in the background",
     "/v1/moderations": "moderation",
     "/v1/fine_tuning": "fine-tuning",
     "/v1/conversations": "stored conversations (previous_response_id of v1/responses continues one)",

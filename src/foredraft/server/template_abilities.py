@@ -18,6 +18,7 @@ PROBE_TOOL = Tool("probe_tool", "probe", {"type": "object", "properties": {"prob
 PROBE_ID = "probe0001"  # templates of Mistral take ids of nine letters and digits
 PROBE_RESULT = "probe_result"
 PROBE_ARGUMENTS = {"probe_key": "probe_value"}
+_DEVELOPER_ROWS: Rows = [{"role": "developer", "content": PROBE_RESULT}, {"role": "user", "content": "probe"}]
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class TemplateAbilities:
     shows_calls: bool = False  # tool_calls of the assistant
     shows_results: bool = False  # messages of the role tool
     has_text_arguments: bool = False  # arguments of a call are a string, not an object
+    shows_developer: bool = False  # messages of the role developer
 
 
 def probe_template(render: RenderRows) -> TemplateAbilities:
@@ -45,6 +47,7 @@ def probe_template(render: RenderRows) -> TemplateAbilities:
         shows_calls=has_object or has_string,
         shows_results=PROBE_RESULT in _render(render, _build_rows(arguments, True), None),
         has_text_arguments=has_string and not has_object,
+        shows_developer=PROBE_RESULT in _render(render, _DEVELOPER_ROWS, None),
     )
 
 

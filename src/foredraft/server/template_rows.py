@@ -70,7 +70,8 @@ def build_rows(chat: ChatInput, abilities: TemplateAbilities) -> TemplateRows:
 
 
 def _build_row(message: ChatMessage, abilities: TemplateAbilities, names: dict[str, str]) -> dict[str, Any]:
-    row: dict[str, Any] = {"role": message.role, "content": message.text}
+    role = "system" if message.role == "developer" and not abilities.shows_developer else message.role
+    row: dict[str, Any] = {"role": role, "content": message.text}
     if message.name is not None:
         row["name"] = message.name
     if message.reasoning_content is not None:

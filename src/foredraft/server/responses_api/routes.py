@@ -117,7 +117,7 @@ class ResponseRoutes:
         mib = self.store.max_bytes / (1 << 20)
         message = (
             f"no response {quote_name(name)} is stored for this API key. The server keeps the "
-            f"{self.store.max_responses} last used ones, at most {mib:g} MiB, until it stops; send the whole "
+            f"{self.store.max_responses} last used ones, at most {mib:.3g} MiB, until it stops; send the whole "
             "conversation as input"
         )
         return ApiError(404, start + message, param)
