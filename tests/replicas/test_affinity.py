@@ -131,7 +131,7 @@ def test_the_header_names_the_session():
 
 
 def test_the_id_of_a_response_names_its_replica():
-    """In the path or in the body, also in one that is too long to parse."""
+    """Ids stand in the path or in the body, which may be too long to parse."""
     tag = make_replica_tag("10.0.0.1", 4000)
     name = f"resp_{tag}0123"
     path = "/v1/responses"

@@ -137,6 +137,16 @@ def test_variables_reach_the_template_or_are_refused():
     [
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
+        (
+            {
+                "tools": TOOLS,
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function": {"name": "other"}}]},
+                },
+            },
+            "tool_choice",
+        ),
         ({"tools": TOOLS * 2}, "tools"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]}, "tools"),
     ],
@@ -145,6 +155,15 @@ def test_a_choice_without_its_tools_is_refused(fields: dict[str, Any], param: st
     with pytest.raises(ApiError) as refused:
         read_tool_use(ChatRequest.model_validate({"messages": HISTORY[:1]} | fields))
     assert refused.value.param == param
+
+
+def test_allowed_tools_are_some_of_those_that_the_prompt_describes():
+    tools = [*TOOLS, {"type": "function", "function": {"name": "other"}}]
+    subset = {"mode": "required", "tools": [{"type": "function", "function": {"name": "other"}}]}
+    choice = {"type": "allowed_tools", "allowed_tools": subset}
+    use = read_tool_use(ChatRequest.model_validate({"messages": HISTORY[:1], "tools": tools, "tool_choice": choice}))
+    assert (use.names, use.is_required, use.is_parallel) == ({"other"}, True, True)
+    assert [tool.name for tool in use.described] == ["get_weather", "other"]
 
 
 def test_a_message_of_the_developer_is_one_of_the_system_for_other_templates():

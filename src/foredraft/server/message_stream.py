@@ -19,6 +19,7 @@ class MessageStream:
         self._parser: MessageParser = PlainParser() if parser is None else parser
         self._has_calls = False
         self._num_tokens = 0
+        self._is_in_reasoning = True  # no content and no call so far
         self.num_reasoning_tokens = 0  # tokens up to the last one of the reasoning
 
     def take_part(self, part: ChoicePart) -> list[MessageEvent]:
@@ -29,6 +30,7 @@ class MessageStream:
             self._num_tokens += num_tokens
             if any(isinstance(event, ReasoningPiece) for event in found):
                 self.num_reasoning_tokens = self._num_tokens
+            self._is_in_reasoning = self._is_in_reasoning and all(isinstance(one, ReasoningPiece) for one in found)
             events += found
         if part.finish_reason is not None:
             events += self._parser.finish()
@@ -36,8 +38,8 @@ class MessageStream:
         return join_events(events)
 
     def _split(self, part: ChoicePart) -> list[tuple[str, int]]:
-        """Split the text of a part into those of its tokens, each with the number of tokens."""
-        if self.is_plain or len(part.offsets) < 2:
+        """Split the text of a part into those of its tokens, to count the reasoning. Returns (text, tokens) of each."""
+        if self.is_plain or not self._is_in_reasoning or len(part.offsets) < 2:
             return [(part.text, len(part.tokens))]
         cuts = [offset - part.offsets[0] for offset in part.offsets[1:]]
         texts = [part.text[start:end] for start, end in pairwise([0, *cuts, len(part.text)])]

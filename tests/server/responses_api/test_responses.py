@@ -275,7 +275,7 @@ def test_a_field_has_an_effect(plain: tuple[RunningServer, list[str]], name: str
 
 
 def test_fields_of_clients_that_change_nothing_are_accepted(plain: tuple[RunningServer, list[str]]):
-    """What codex and the SDKs of agents send with every request."""
+    """Codex and the SDKs of agents send them with every request."""
     server, _ = plain
     extra = {
         "background": False, "truncation": "disabled", "service_tier": "auto", "parallel_tool_calls": True,
