@@ -174,6 +174,22 @@ def test_a_message_of_the_developer_is_one_of_the_system_for_other_templates():
         assert f"{role}Be brief." in template.vocabulary.decode(template.encode(messages))
 
 
+def test_several_messages_of_the_system_are_one_for_a_template_that_takes_one():
+    """Instructions and a message of the developer, as agents send them, would be refused or left out."""
+    check = (
+        "{% if m.role not in roles or (m.role == 'system' and not loop.first) %}{{ raise_exception('x') }}{% endif %}"
+    )
+    loop = "{% for m in messages %}CHECK{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    messages = [ChatMessage(role=role, content=role) for role in ("system", "developer", "user")]
+    known = "{% set roles = ['system', 'user'] %}"
+    for source, shown in (
+        (known + loop.replace("CHECK", check), "system: system\n\ndeveloper\nuser: user\n"),
+        (loop.replace("CHECK", ""), "system: system\ndeveloper: developer\nuser: user\n"),
+    ):
+        template = make_template(source)
+        assert template.vocabulary.decode(template.encode(messages)) == shown
+
+
 def test_a_result_needs_its_call():
     with pytest.raises(ApiError, match="abc123xyz"):
         check_results([ChatMessage.model_validate(HISTORY[0]), ChatMessage.model_validate(HISTORY[2])])

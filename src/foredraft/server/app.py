@@ -23,6 +23,7 @@ from foredraft.server.prometheus_text import MetricsPage
 from foredraft.server.request_body import read_request
 from foredraft.server.responses_api.routes import ResponseRoutes
 from foredraft.server.responses_api.schema import ResponseRequest
+from foredraft.server.responses_api.store_metrics import build_store_families
 from foredraft.server.schemas import (
     ChatRequest,
     CompletionRequest,
@@ -59,10 +60,11 @@ def create_app(models: ServedModels, admin: AdminRoutes | None = None, tag: str 
     app.add_middleware(HttpCheckMiddleware, settings=models.settings)
     if models.settings.has_access_log:
         app.add_middleware(AccessLog)  # the middleware added last is the outermost
-    _add_state(app, models)
+    responses = ResponseRoutes(models.settings, tag)
+    _add_state(app, models, responses)
     _add_models(app, models)
     _add_posts(app, models)
-    _add_responses(app, models, ResponseRoutes(models.settings, tag))
+    _add_responses(app, models, responses)
     if models.settings.has_traces:
         _add_traces(app, models)
     if admin is not None:
@@ -110,8 +112,10 @@ def _add_post_route(app: FastAPI, models: ServedModels, path: str, model: type[M
     app.post(path, openapi_extra=build_openapi_extra(model), response_class=JSONResponse)(route)
 
 
-def _add_state(app: FastAPI, models: ServedModels) -> None:
-    metrics_page = MetricsPage(lambda: [service.metrics for service in models.services])
+def _add_state(app: FastAPI, models: ServedModels, responses: ResponseRoutes) -> None:
+    metrics_page = MetricsPage(
+        lambda: [service.metrics for service in models.services], lambda: build_store_families(responses.store)
+    )
 
     @app.get("/health")
     async def health() -> Response:

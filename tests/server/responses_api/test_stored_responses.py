@@ -85,6 +85,7 @@ def test_items_come_in_pages(server: RunningServer):
 
 
 def test_the_least_recently_used_response_leaves_first(server: RunningServer):
+    evicted = server.metrics()["foredraft:stored_responses_evicted_total"]
     with make_client(server) as client:
         made = [create(client) for _ in range(BOUND)]
         client.responses.retrieve(made[0].id)
@@ -93,6 +94,10 @@ def test_the_least_recently_used_response_leaves_first(server: RunningServer):
         for response, status in ((made[0], 200), (made[1], 404), (made[2], 200)):
             answer = server.get(f"{PATH}/{response.id}", headers={"Authorization": "Bearer mine"})
             assert answer.status_code == status
+        metrics = server.metrics()
+        assert metrics["foredraft:stored_responses"] == BOUND
+        assert metrics["foredraft:stored_responses_evicted_total"] > evicted
+        assert metrics["foredraft:stored_response_bytes"] > BOUND * 500
         error = refuse(create, client, previous_response_id=made[1].id)
         assert error.status_code == 404
         assert error.body["param"] == "previous_response_id"

@@ -1,21 +1,20 @@
 """Page of a list of items."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from foredraft.server.errors import ApiError, quote_name
 
-MAX_LIMIT, DEFAULT_LIMIT = 100, 20
+MAX_LIMIT, DEFAULT_LIMIT, DEFAULT_ORDER = 100, 20, "desc"
 
 
 @dataclass(frozen=True)
 class ItemPage:
     """Part of a list that a client asks for."""
 
-    limit: int = DEFAULT_LIMIT
-    is_ascending: bool = False  # the first item comes first
-    after: str | None = None  # id of the item before the page
+    limit: int
+    is_ascending: bool  # the first item comes first
+    after: str | None  # id of the item before the page; None = it is the first page
 
     def cut(self, items: list[dict[str, Any]]) -> dict[str, Any]:
         """Cut the page out of a list. Raises ApiError if it has no item `after`."""
@@ -35,11 +34,16 @@ class ItemPage:
         }
 
 
-def read_page(query: Mapping[str, str]) -> ItemPage:
-    """Read the parameters of a page. Raises ApiError for an invalid one."""
-    limit, order = query.get("limit", str(DEFAULT_LIMIT)), query.get("order", "desc")
+def read_page(limit: str, order: str, after: str | None) -> ItemPage:
+    """Read the parameters of a page. Raises ApiError for an invalid one.
+
+    Args:
+        limit: most items, in digits.
+        order: "asc" or "desc".
+        after: id of the item before the page; None = it is the first page.
+    """
     if not (limit.isascii() and limit.isdecimal() and len(limit) < 4 and 1 <= int(limit) <= MAX_LIMIT):
         raise ApiError(400, f"limit must be a number from 1 to {MAX_LIMIT}", "limit")
     if order not in ("asc", "desc"):
         raise ApiError(400, "order must be asc or desc", "order")
-    return ItemPage(int(limit), order == "asc", query.get("after"))
+    return ItemPage(int(limit), order == "asc", after)

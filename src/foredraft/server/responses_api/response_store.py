@@ -19,6 +19,7 @@ class ResponseStore:
     def __init__(self, max_responses: int, max_bytes: int) -> None:
         self.max_responses, self.max_bytes = max_responses, max_bytes
         self.num_bytes = 0
+        self.num_evicted = 0  # responses that left to make room
         self._listed: OrderedDict[tuple[bytes, str], StoredResponse] = OrderedDict()  # the latest used is last
         self._num_users: dict[StoredResponse, int] = {}  # 1 if it is listed, and 1 for each child in this dict
 
@@ -37,6 +38,7 @@ class ResponseStore:
         while len(self._listed) > self.max_responses or self.num_bytes > self.max_bytes:
             _, oldest = self._listed.popitem(last=False)
             self._remove_user(oldest)
+            self.num_evicted += 1
 
     def find(self, owner: bytes, name: str) -> StoredResponse | None:
         """Return a response, which becomes the latest used; None if it is not listed."""

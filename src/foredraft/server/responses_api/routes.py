@@ -12,7 +12,7 @@ from starlette.responses import Response
 from foredraft.server.errors import ApiError, quote_name
 from foredraft.server.http_checks import read_key
 from foredraft.server.responses import ResponseHead, respond
-from foredraft.server.responses_api.item_page import read_page
+from foredraft.server.responses_api.item_page import DEFAULT_LIMIT, DEFAULT_ORDER, read_page
 from foredraft.server.responses_api.preparation import prepare_response
 from foredraft.server.responses_api.response_body import ResponseBody
 from foredraft.server.responses_api.response_store import ResponseStore
@@ -55,10 +55,16 @@ class ResponseRoutes:
             return {"id": name, "object": "response", "deleted": True}
 
         @app.get("/v1/responses/{name}/input_items")
-        async def list_input_items(http: Request, name: str) -> dict[str, Any]:
+        async def list_input_items(
+            http: Request,
+            name: str,
+            limit: str = str(DEFAULT_LIMIT),
+            order: str = DEFAULT_ORDER,
+            after: str | None = None,
+        ) -> dict[str, Any]:
             """List the items that a stored response was given, those of its conversation included."""
             _refuse_query(http, ("limit", "order", "after"))
-            page = read_page(http.query_params)
+            page = read_page(limit, order, after)
             return page.cut(self._find(http, name).list_conversation())
 
     async def create(self, service: Service, http: Request, request: ResponseRequest) -> Response:
