@@ -35,7 +35,6 @@ _OTHER_ROUTES = {
     "/classify": "classification",
     "/v1/audio": "speech and transcription",
     "/v1/images": "images",
-    "/v1/responses": "such route of responses, which do not run in the background",
     "/v1/moderations": "moderation",
     "/v1/fine_tuning": "fine-tuning",
     "/v1/conversations": "stored conversations (previous_response_id of v1/responses continues one)",
@@ -118,7 +117,9 @@ async def on_http_error(request: Request, error: Exception) -> JSONResponse:
 
 
 def _explain_missing_route(path: str) -> str | None:
-    """Return a message for a route of another kind of model; None for any other path."""
+    """Return a message for a route of another kind of model, or of background responses; None for any other path."""
+    if path.startswith("/v1/responses/"):
+        return "responses do not run in the background, and have no such route; stream them instead"
     for prefix, purpose in _OTHER_ROUTES.items():
         if path == prefix or path.startswith(f"{prefix}/"):
             return (
