@@ -28,9 +28,9 @@ def test_the_error_names_what_is_missing_and_what_there_is(server: RunningServer
 
 
 def test_a_response_cannot_be_cancelled(server: RunningServer):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0) as client:
-        with pytest.raises(openai.NotFoundError, match="stream them instead"):
-            client.responses.cancel("resp_1")
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0)
+    with client, pytest.raises(openai.NotFoundError, match="stream them instead"):
+        client.responses.cancel("resp_1")
 
 
 def test_a_name_that_only_begins_alike_is_an_unknown_route(server: RunningServer):
