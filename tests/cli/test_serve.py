@@ -44,6 +44,8 @@ from tests.support.cli_fakes import FakeBackend
         (["--posterior-threshold", "0.1"], "--posterior-threshold is a setting of the rule typical, not of auto"),
         (["--verify", "typical", "--posterior-alpha", "0"], "--posterior-alpha must be a finite number above 0"),
         (["--max-queue", "0"], "--max-queue"),
+        (["--stored-responses", "-1"], "--stored-responses"),
+        (["--stored-response-memory", "much"], "--stored-response-memory takes a size"),
         (["--request-timeout", "-1"], "--request-timeout"),
         (["--nonsense"], "--nonsense"),
     ],
@@ -59,6 +61,11 @@ def test_the_names_of_formats_are_those_of_the_server():
     assert (*(one.name for one in REASONING_FORMATS), "none") == REASONING_FORMAT_NAMES
     settings = build_settings(ServeOptions(tool_call_parser="hermes", reasoning_parser="none"))
     assert (settings.tool_call_parser, settings.reasoning_parser) == ("hermes", "none")
+
+
+def test_the_bounds_of_stored_responses_reach_the_server():
+    settings = build_settings(ServeOptions(stored_responses=3, stored_response_memory="2KiB"))
+    assert (settings.stored_responses, settings.stored_response_bytes) == (3, 2048)
 
 
 def test_an_address_of_another_machine_is_code_1(run):

@@ -4,7 +4,15 @@ import json
 
 import pytest
 
-from foredraft.replicas.affinity import BLOCK_CHARS, LOAD_SLACK, MAX_ENTRIES, AffinityKey, AffinityRouter, Choice
+from foredraft.replicas.affinity import (
+    BLOCK_CHARS,
+    LOAD_SLACK,
+    MAX_ENTRIES,
+    AffinityKey,
+    AffinityRouter,
+    Choice,
+    make_replica_tag,
+)
 from foredraft.replicas.affinity import read_affinity_key as read
 
 IDLE = {"a": 0, "b": 0, "c": 0}
@@ -120,3 +128,24 @@ def test_the_header_names_the_session():
     headers = [(b"host", b"x"), (b"x-session-id", b"me")]
     assert read(headers, b'{"prompt": "a"}') == AffinityKey(session="me")
     assert read([(b"x-session-id", b"")], b"") == AffinityKey()
+
+
+def test_the_id_of_a_response_names_its_replica():
+    """Ids stand in the path or in the body, which may be too long to parse."""
+    tag = make_replica_tag("10.0.0.1", 4000)
+    name = f"resp_{tag}0123"
+    path = "/v1/responses"
+    assert tag != make_replica_tag("10.0.0.1", 4001)
+    assert read([], b"", f"{path}/{name}/input_items").replica_tag == tag
+    for filler in ("a", "a" * (1 << 20)):
+        body = json.dumps({"input": filler, "previous_response_id": name}).encode()
+        assert read([], body, path).replica_tag == tag
+    for body, other in (({"previous_response_id": name}, "/v1/completions"), ({"input": json.dumps(
+        {"previous_response_id": name})}, path), ({"previous_response_id": "resp_x"}, path)):  # fmt: skip
+        assert read([], json.dumps(body).encode(), other).replica_tag is None
+
+
+def test_responses_have_sessions_and_prefixes_too():
+    assert key_of(input="a", prompt_cache_key="thread").session == "thread"
+    assert len(key_of(input=LONG, instructions=LONG).blocks) > 1
+    assert key_of(input=LONG, instructions=LONG).blocks[0] == key_of(input="b", instructions=LONG).blocks[0]

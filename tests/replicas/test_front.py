@@ -208,6 +208,26 @@ def test_a_full_replica_passes_requests_on_and_the_last_refusal_is_passed_on(slo
     assert (answer.status_code, answer.headers["retry-after"]) == (429, "9")
 
 
+def test_a_stored_response_is_on_the_replica_that_made_it(front: RunningFront):
+    """Whatever the session says. A refusal of that replica is passed on, and a replica that has gone is a 404."""
+    path, bodies = "/v1/responses", {name: {"input": name, "max_output_tokens": 3} for name in "ab"}
+    made = {name: front.post(path, json=bodies[name], headers=BOTH[name]).json()["id"] for name in "ab"}
+    for name, other in ("ab", "ba"):
+        assert front.get(f"{path}/{made[name]}", headers=BOTH[other]).json()["id"] == made[name]
+        body = bodies[name] | {"previous_response_id": made[name]}
+        assert front.post(path, json=body, headers=BOTH[other]).status_code == 200
+    front.service("a").is_stopping = True
+    try:
+        body = bodies["a"] | {"previous_response_id": made["a"]}
+        assert front.post(path, json=body).status_code == 503
+        assert front.get(f"{path}/{made['a']}").status_code == 200
+    finally:
+        front.service("a").is_stopping = False
+    assert front.get(f"{path}/resp_r00000000_1").status_code == 404
+    deleted = httpx.delete(f"{front.url}{path}/{made['b']}", headers=BOTH["a"], **PLAIN_HTTP)
+    assert deleted.json()["deleted"]
+
+
 async def answer_half(scope, receive, send) -> None:
     """Application of a replica that fails in the middle of a stream."""
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})

@@ -322,9 +322,3 @@ def test_no_tools_may_be_given_and_none_of_them_used(server: RunningServer):
     for extra in ({"tools": [], "tool_choice": "none"}, {"tools": [TOOL], "tool_choice": "none"},
                   {"reasoning_effort": "none", "chat_template_kwargs": {}, "parallel_tool_calls": True}):  # fmt: skip
         assert server.post_ok("/v1/chat/completions", **CHAT, **extra)["choices"] == plain, extra
-
-
-def test_the_responses_route_of_openai_does_not_exist_and_says_so(server: RunningServer):
-    answer = server.post("/v1/responses", {"input": "the end"})
-    error = answer.json()["error"]
-    assert (answer.status_code, error["type"], error["message"]) == (404, "not_found_error", "there is no such route")

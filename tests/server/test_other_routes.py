@@ -14,6 +14,7 @@ PATHS = {
     "/v1/images/generations": "no images",
     "/v1/images/edits": "no images",
     "/v1/moderations": "no moderation",
+    "/v1/conversations": "previous_response_id",
 }
 
 
@@ -24,6 +25,12 @@ def test_the_error_names_what_is_missing_and_what_there_is(server: RunningServer
         assert (answer.status_code, error["type"], error["code"], error["param"]) == (404, "not_found_error", 404, None)
         assert PATHS[path] in error["message"]
         assert "v1/chat/completions" in error["message"]
+
+
+def test_a_response_cannot_be_cancelled(server: RunningServer):
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0)
+    with client, pytest.raises(openai.NotFoundError, match="stream them instead"):
+        client.responses.cancel("resp_1")
 
 
 def test_a_name_that_only_begins_alike_is_an_unknown_route(server: RunningServer):

@@ -137,6 +137,16 @@ def test_variables_reach_the_template_or_are_refused():
     [
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
+        (
+            {
+                "tools": TOOLS,
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function": {"name": "other"}}]},
+                },
+            },
+            "tool_choice",
+        ),
         ({"tools": TOOLS * 2}, "tools"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]}, "tools"),
     ],
@@ -145,6 +155,39 @@ def test_a_choice_without_its_tools_is_refused(fields: dict[str, Any], param: st
     with pytest.raises(ApiError) as refused:
         read_tool_use(ChatRequest.model_validate({"messages": HISTORY[:1]} | fields))
     assert refused.value.param == param
+
+
+def test_allowed_tools_are_some_of_those_that_the_prompt_describes():
+    tools = [*TOOLS, {"type": "function", "function": {"name": "other"}}]
+    subset = {"mode": "required", "tools": [{"type": "function", "function": {"name": "other"}}]}
+    choice = {"type": "allowed_tools", "allowed_tools": subset}
+    use = read_tool_use(ChatRequest.model_validate({"messages": HISTORY[:1], "tools": tools, "tool_choice": choice}))
+    assert (use.names, use.is_required, use.is_parallel) == ({"other"}, True, True)
+    assert [tool.name for tool in use.described] == ["get_weather", "other"]
+
+
+def test_a_message_of_the_developer_is_one_of_the_system_for_other_templates():
+    """Many templates leave a role out that they do not know, or refuse it."""
+    messages = [ChatMessage(role="developer", content="Be brief."), ChatMessage(role="user", content="a")]
+    for source, role in ((chat_templates.ROLES_ONLY, "system: "), (chat_templates.HERMES, "developer\n")):
+        template = make_template(source)
+        assert f"{role}Be brief." in template.vocabulary.decode(template.encode(messages))
+
+
+def test_several_messages_of_the_system_are_one_for_a_template_that_takes_one():
+    """Instructions and a message of the developer, as agents send them, would be refused or left out."""
+    check = (
+        "{% if m.role not in roles or (m.role == 'system' and not loop.first) %}{{ raise_exception('x') }}{% endif %}"
+    )
+    loop = "{% for m in messages %}CHECK{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    messages = [ChatMessage(role=role, content=role) for role in ("system", "developer", "user")]
+    known = "{% set roles = ['system', 'user'] %}"
+    for source, shown in (
+        (known + loop.replace("CHECK", check), "system: system\n\ndeveloper\nuser: user\n"),
+        (loop.replace("CHECK", ""), "system: system\ndeveloper: developer\nuser: user\n"),
+    ):
+        template = make_template(source)
+        assert template.vocabulary.decode(template.encode(messages)) == shown
 
 
 def test_a_result_needs_its_call():

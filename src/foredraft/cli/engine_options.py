@@ -38,11 +38,12 @@ class EngineOptions(ModelOptions):
         return None if self.kv_memory is None else parse_size(self.kv_memory)
 
 
-def parse_size(text: str) -> int:
+def parse_size(text: str, option: str = "--kv-memory") -> int:
     """Return the bytes of a size such as 2GiB, 512M or 1.5g.
 
     Args:
         text: number with an optional unit, a power of 1024 in upper or lower case.
+        option: option that gives it, for the error. Default --kv-memory.
 
     Raises:
         UsageError: the text is no size, or less than one byte.
@@ -50,5 +51,5 @@ def parse_size(text: str) -> int:
     match = _SIZE_PATTERN.fullmatch(text)
     size = 0 if match is None else int(float(match[1]) * 1024 ** " KMGT".index((match[2] or " ").upper()))
     if size < 1:
-        raise UsageError(f"--kv-memory takes a size such as 2GiB or 512M, got {text!r}")
+        raise UsageError(f"{option} takes a size such as 2GiB or 512M, got {text!r}")
     return size

@@ -18,7 +18,6 @@ from foredraft.cli.keys import read_key
 from foredraft.cli.message_formats import (
     CALL_FORMAT_NAMES,
     REASONING_FORMAT_NAMES,
-    MessageFormatOptions,
     read_format,
 )
 from foredraft.cli.model_list import ADMIN_KEY_VARIABLE, describe_models, resolve_models
@@ -28,6 +27,7 @@ from foredraft.cli.prompts import read_template_file
 from foredraft.cli.replicas import build_replica_spec, serve_replicas
 from foredraft.cli.shell import UsageError, print_line
 from foredraft.cli.simulation import describe_simulation, read_drafter_options
+from foredraft.cli.stored_responses import StoredResponseOptions
 from foredraft.errors import ForedraftError, format_install_command
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ INSTALL_ERROR = f"foredraft serve needs FastAPI, uvicorn and prometheus-client: 
 
 
 @dataclass(frozen=True)
-class ServeOptions(MessageFormatOptions):
+class ServeOptions(StoredResponseOptions):
     """Options of `foredraft serve`."""
 
     model_argument: Annotated[
@@ -285,6 +285,8 @@ def build_settings(options: ServeOptions) -> "ServerSettings":
         has_spec_metrics=options.per_request_spec_metrics,
         has_vllm_names=not options.no_vllm_metrics,
         has_traces=options.traces,
+        stored_responses=options.stored_responses,
+        stored_response_bytes=options.stored_response_bytes,
     )
 
 

@@ -1,7 +1,11 @@
 """Choice of a replica: of a session its own, of a prompt the one whose KV cache holds its beginning, else the idlest.
 
-A session is named by a header. Its replica is the one with the highest hash of (session, replica), so that every front
-chooses the same, and a replica that comes or goes moves only its own share of the sessions.
+A request that names a stored response goes to the replica that has it: the id of a response has a tag, which is a hash
+of the replica's address. `ReplicaPool` finds it.
+
+A session is named by a header, or by prompt_cache_key of /v1/responses. Its replica is the one with the highest hash of
+(session, replica), so that every front chooses the same, and a replica that comes or goes moves only its own share of
+the sessions.
 
 A prompt is divided into blocks. Each block has the hash of the prompt up to its end. The table holds the replicas that
 were sent each hash. This is an estimate of their caches: a replica may have evicted the prefix, which costs time only.
@@ -9,6 +13,7 @@ were sent each hash. This is an estimate of their caches: a replica may have evi
 
 import hashlib
 import json
+import re
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +28,10 @@ MAX_HOLDERS = 4  # replicas stored per hash
 MIN_MATCH = 0.5  # share of the blocks that a replica must hold
 LOAD_FACTOR, LOAD_SLACK = 1.5, 4  # a replica is overloaded with more requests than factor * fewest + slack
 _PROMPT_FIELDS = ("messages", "prompt")
+_TAG = r"resp_(r[0-9a-f]{8}_)"  # beginning of the id of a response
+_PATH_PATTERN = re.compile(rf"/v1/responses/{_TAG}")
+# In JSON this can only be a key and its value: the quotes of a string are escaped.
+_PREVIOUS_PATTERN = re.compile(rf'"previous_response_id"\s*:\s*"{_TAG}'.encode())
 
 
 @dataclass(frozen=True)
@@ -30,28 +39,51 @@ class AffinityKey:
     """Properties of a request that tie it to a replica."""
 
     session: str | None = None
+    replica_tag: str | None = None  # tag of the replica that has the stored response which the request names
     blocks: tuple[bytes, ...] = ()  # hashes of the prompt up to the end of each block
 
 
-def read_affinity_key(headers: Sequence[tuple[bytes, bytes]], body: bytes) -> AffinityKey:
+def make_replica_tag(host: str, port: int) -> str:
+    """Make the tag of the responses of a replica from its address."""
+    return f"r{hashlib.blake2b(f'{host}:{port}'.encode(), digest_size=4).hexdigest()}_"
+
+
+def read_affinity_key(headers: Sequence[tuple[bytes, bytes]], body: bytes, path: str = "") -> AffinityKey:
     """Read the key of a request. An invalid body has no blocks: the replica answers it with an error.
 
     Args:
         headers: names in lower case, and values.
-        body: JSON of a completion or chat request.
+        body: JSON of a request that generates.
+        path: of the request. Default "" = one that names no response.
     """
+    tag = _read_tag(path, body)
     session = next((value.decode("latin-1") for name, value in headers if name == SESSION_HEADER and value), None)
     if session is not None or not body or len(body) > MAX_PARSED_BYTES:
-        return AffinityKey(session)
+        return AffinityKey(session, tag)
     try:
         request = json.loads(body)
     except (ValueError, RecursionError):
-        return AffinityKey()
-    return AffinityKey(None, _hash_blocks(request)) if isinstance(request, dict) else AffinityKey()
+        return AffinityKey(None, tag)
+    if not isinstance(request, dict):
+        return AffinityKey(None, tag)
+    cache_key = request.get("prompt_cache_key")
+    return AffinityKey(cache_key if isinstance(cache_key, str) and cache_key else None, tag, _hash_blocks(request))
+
+
+def _read_tag(path: str, body: bytes) -> str | None:
+    """Read the tag of the response that a request names, without parsing the body, which may be long."""
+    if not path.startswith("/v1/responses"):
+        return None
+    if match := _PATH_PATTERN.match(path):
+        return match[1]
+    found = _PREVIOUS_PATTERN.search(body)
+    return None if found is None else found[1].decode()
 
 
 def _hash_blocks(request: Mapping[str, Any]) -> tuple[bytes, ...]:
     prompt = next((request[name] for name in _PROMPT_FIELDS if request.get(name)), "")
+    if "input" in request:
+        prompt = [request.get("instructions"), request["input"]]
     text = prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False)
     data = hashlib.blake2b(str(request.get("cache_salt", "")).encode("utf-8", "surrogatepass"), digest_size=8)
     hashes = []
@@ -63,7 +95,7 @@ def _hash_blocks(request: Mapping[str, Any]) -> tuple[bytes, ...]:
 
 @dataclass(frozen=True)
 class Choice:
-    """A replica, and why it was chosen: "session", "prefix" or "load"."""
+    """A replica, and why it was chosen: "stored", "session", "prefix" or "load"."""
 
     replica: str
     reason: str

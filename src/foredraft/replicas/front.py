@@ -101,7 +101,7 @@ class Front:
             task.cancel()
 
     async def _relay(self, scope: Scope, body: bytes, send: Send) -> None:
-        key = read_affinity_key(scope["headers"], body)
+        key = read_affinity_key(scope["headers"], body, scope["path"])
         head = RequestHead.from_scope(scope, self._secret)
         refused: dict[str, HeldResponse | None] = {}
         while (card := self.pool.choose(key, refused)) is not None:

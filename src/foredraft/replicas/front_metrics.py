@@ -12,7 +12,7 @@ _SAMPLE_PATTERN = re.compile(r"(?P<name>[a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(?P<labels
 class FrontMetrics:
     """Numbers of requests since the start of the front."""
 
-    choices: Counter[str] = field(default_factory=Counter)  # by reason: session, prefix, load
+    choices: Counter[str] = field(default_factory=Counter)  # by reason: stored, session, prefix, load
     broken: Counter[str] = field(default_factory=Counter)  # by replica: requests whose replica stopped
     rerouted: Counter[str] = field(default_factory=Counter)  # by replica: requests that another replica took
 

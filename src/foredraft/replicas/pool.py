@@ -4,7 +4,7 @@ import threading
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
-from foredraft.replicas.affinity import AffinityKey, AffinityRouter
+from foredraft.replicas.affinity import AffinityKey, AffinityRouter, make_replica_tag
 from foredraft.replicas.directory import Listing, ReplicaCard
 from foredraft.replicas.front_metrics import FrontMetrics
 
@@ -37,16 +37,29 @@ class ReplicaPool:
     def choose(self, key: AffinityKey, refused: Collection[str] = ()) -> ReplicaCard | None:
         """Choose a replica for a request; None if there is none.
 
+        A request that names a stored response has no other replica than the one that has it, while that runs.
+
         Args:
             key: of the request.
             refused: replicas that cannot take it.
         """
         loads = {name: self.loads.get(name, 0) for name in self.cards if name not in refused}
-        if not loads:
+        holder = self._find_holder(key)
+        if not loads or holder in refused:
             return None
+        if holder is not None:
+            self.metrics.choices["stored"] += 1
+            return self.cards[holder]
         choice = self._router.choose(key, loads)
         self.metrics.choices[choice.reason] += 1
         return self.cards[choice.replica]
+
+    def _find_holder(self, key: AffinityKey) -> str | None:
+        """Return the replica that has the stored response which a request names; None if there is none."""
+        if key.replica_tag is None:
+            return None
+        tags = {make_replica_tag(card.host, card.port): name for name, card in self.cards.items()}
+        return tags.get(key.replica_tag)
 
     @contextmanager
     def count(self, card: ReplicaCard) -> Iterator[None]:

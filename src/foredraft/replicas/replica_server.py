@@ -10,6 +10,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message
 
+from foredraft.replicas.affinity import make_replica_tag
 from foredraft.replicas.frames import Frame, FrameError, FrameKind, FrameSplitter, HttpResponseHead, RequestHead
 from foredraft.server.app import create_app
 from foredraft.server.served_models import ServedModels
@@ -33,9 +34,10 @@ class ReplicaServer:
 
     def __init__(self, service: Service, host: str, secret: str) -> None:
         self._service, self._secret = service, secret
-        self._app: ASGIApp = create_app(ServedModels.single(service))
         self._socket = socket.create_server((host, 0), backlog=BACKLOG)
         self.host, self.port = host, int(self._socket.getsockname()[1])
+        tag = make_replica_tag(self.host, self.port)
+        self._app: ASGIApp = create_app(ServedModels.single(service), tag=tag)
         self._listener: asyncio.Server | None = None
         self._exchanges: set[asyncio.Task[None]] = set()
         self._loop = asyncio.new_event_loop()

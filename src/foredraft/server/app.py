@@ -21,6 +21,9 @@ from foredraft.server.openapi import build_openapi_extra, install_openapi
 from foredraft.server.playground import make_playground_router
 from foredraft.server.prometheus_text import MetricsPage
 from foredraft.server.request_body import read_request
+from foredraft.server.responses_api.routes import ResponseRoutes
+from foredraft.server.responses_api.schema import ResponseRequest
+from foredraft.server.responses_api.store_metrics import build_store_families
 from foredraft.server.schemas import (
     ChatRequest,
     CompletionRequest,
@@ -36,12 +39,13 @@ Model = TypeVar("Model", bound=RoutedRequest)
 Handler = Callable[[Service, Request, Model], Awaitable[Response]]
 
 
-def create_app(models: ServedModels, admin: AdminRoutes | None = None) -> FastAPI:
+def create_app(models: ServedModels, admin: AdminRoutes | None = None, tag: str = "") -> FastAPI:
     """Build the application of a server. Its models are closed when the application shuts down.
 
     Args:
         models: models of the server.
         admin: routes that load and unload models. Default None = there are none.
+        tag: part of the ids of responses, by which a front finds this replica. Default "" = none.
     """
 
     @asynccontextmanager
@@ -56,9 +60,11 @@ def create_app(models: ServedModels, admin: AdminRoutes | None = None) -> FastAP
     app.add_middleware(HttpCheckMiddleware, settings=models.settings)
     if models.settings.has_access_log:
         app.add_middleware(AccessLog)  # the middleware added last is the outermost
-    _add_state(app, models)
+    responses = ResponseRoutes(models.settings, tag)
+    _add_state(app, models, responses)
     _add_models(app, models)
     _add_posts(app, models)
+    _add_responses(app, models, responses)
     if models.settings.has_traces:
         _add_traces(app, models)
     if admin is not None:
@@ -78,6 +84,11 @@ def _add_posts(app: FastAPI, models: ServedModels) -> None:
     async def tokenizer_info(model: str | None = None) -> Response:
         """Return the tokenizer's special tokens, chat template and lengths."""
         return JSONResponse(tokens.describe_tokenizer(models.find(model)))
+
+
+def _add_responses(app: FastAPI, models: ServedModels, routes: ResponseRoutes) -> None:
+    _add_post_route(app, models, "/v1/responses", ResponseRequest, routes.create)
+    routes.add_to(app)
 
 
 def _add_traces(app: FastAPI, models: ServedModels) -> None:
@@ -101,8 +112,10 @@ def _add_post_route(app: FastAPI, models: ServedModels, path: str, model: type[M
     app.post(path, openapi_extra=build_openapi_extra(model), response_class=JSONResponse)(route)
 
 
-def _add_state(app: FastAPI, models: ServedModels) -> None:
-    metrics_page = MetricsPage(lambda: [service.metrics for service in models.services])
+def _add_state(app: FastAPI, models: ServedModels, responses: ResponseRoutes) -> None:
+    metrics_page = MetricsPage(
+        lambda: [service.metrics for service in models.services], lambda: build_store_families(responses.store)
+    )
 
     @app.get("/health")
     async def health() -> Response:

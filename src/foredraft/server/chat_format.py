@@ -4,7 +4,13 @@ from collections.abc import Iterable
 from typing import Any
 
 from foredraft.server.messages.assistant_message import AssistantMessage
-from foredraft.server.messages.events import ArgumentsPiece, CallStart, ContentPiece, MessageEvent, ReasoningPiece
+from foredraft.server.messages.events import (
+    ArgumentsPiece,
+    ContentPiece,
+    MessageEvent,
+    ReasoningPiece,
+    join_events,
+)
 
 
 def build_message(message: AssistantMessage) -> dict[str, Any]:
@@ -25,21 +31,7 @@ def build_message(message: AssistantMessage) -> dict[str, Any]:
 
 def build_deltas(events: Iterable[MessageEvent]) -> list[dict[str, Any]]:
     """Build the deltas of a stream. Neighbours of one kind are joined; a call begins with a delta of its own."""
-    deltas: list[dict[str, Any]] = []
-    last: MessageEvent | None = None
-    for event in events:
-        if last is not None and _continues(last, event):
-            _extend(deltas[-1], event)
-        else:
-            deltas.append(_build_delta(event))
-        last = event
-    return deltas
-
-
-def _continues(last: MessageEvent, event: MessageEvent) -> bool:
-    if isinstance(last, ArgumentsPiece) and isinstance(event, ArgumentsPiece):
-        return last.index == event.index
-    return type(last) is type(event) and not isinstance(event, CallStart)
+    return [_build_delta(event) for event in join_events(events)]
 
 
 def _build_delta(event: MessageEvent) -> dict[str, Any]:
@@ -51,12 +43,3 @@ def _build_delta(event: MessageEvent) -> dict[str, Any]:
         return {"tool_calls": [{"index": event.index, "function": {"arguments": event.text}}]}
     function = {"name": event.name, "arguments": ""}
     return {"tool_calls": [{"index": event.index, "id": event.id, "type": "function", "function": function}]}
-
-
-def _extend(delta: dict[str, Any], event: MessageEvent) -> None:
-    if isinstance(event, ContentPiece):
-        delta["content"] += event.text
-    elif isinstance(event, ReasoningPiece):
-        delta["reasoning_content"] += event.text
-    elif isinstance(event, ArgumentsPiece):
-        delta["tool_calls"][0]["function"]["arguments"] += event.text

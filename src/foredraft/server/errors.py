@@ -37,6 +37,7 @@ _OTHER_ROUTES = {
     "/v1/images": "images",
     "/v1/moderations": "moderation",
     "/v1/fine_tuning": "fine-tuning",
+    "/v1/conversations": "stored conversations (previous_response_id of v1/responses continues one)",
     "/v1/files": "stored files",
     "/v1/batches": "stored batches (`foredraft batch` answers a file of requests)",
 }
@@ -116,12 +117,14 @@ async def on_http_error(request: Request, error: Exception) -> JSONResponse:
 
 
 def _explain_missing_route(path: str) -> str | None:
-    """Return a message for a route of another kind of model; None for any other path."""
+    """Return a message for a route of another kind of model, or of background responses; None for any other path."""
+    if path.startswith("/v1/responses/"):
+        return "responses do not run in the background, and have no such route; stream them instead"
     for prefix, purpose in _OTHER_ROUTES.items():
         if path == prefix or path.startswith(f"{prefix}/"):
             return (
-                f"this server generates text and has no {purpose}; its routes are POST v1/completions and "
-                "v1/chat/completions"
+                f"this server generates text and has no {purpose}; its routes are POST v1/completions, "
+                "v1/chat/completions and v1/responses"
             )
     return None
 

@@ -12,7 +12,8 @@ from foredraft.server.settings import RequestLimits
 Model = TypeVar("Model", bound=BaseModel)
 MAX_FIELD_PATH = 128  # characters of a dotted field path in an error message
 _BRANCHES = frozenset(
-    {"str", "int", "float", "bool", "dict", "text", "texts", "ids", "lists", "parts", "word", "named"}
+    "str int float bool dict text texts ids lists parts word named allowed other items message function_call"
+    " function_call_output reasoning_item".split()
 )  # of unions
 _FieldLimit = tuple[int, Callable[[Any], int], str]  # maximum, function that measures a value, words of the message
 
@@ -41,7 +42,7 @@ def check_limits(body: dict[str, Any], limits: RequestLimits) -> None:
 
 def _list_sizes(limits: RequestLimits) -> dict[str, int]:
     """List the fields whose JSON is bounded, with its bytes."""
-    grammars = dict.fromkeys(("response_format", "structured_outputs", "regex"), limits.max_schema_bytes)
+    grammars = dict.fromkeys(("response_format", "structured_outputs", "regex", "text"), limits.max_schema_bytes)
     return grammars | dict.fromkeys(("tools", "chat_template_kwargs"), limits.max_tools_bytes)
 
 
@@ -58,6 +59,7 @@ def _build_field_limits(limits: RequestLimits) -> dict[str, _FieldLimit]:
         "stop_token_ids": (limits.max_token_ids, _count_entries, "may hold"),
         "allowed_token_ids": (limits.max_token_ids, _count_entries, "may hold"),
         "messages": (limits.max_messages, _count_entries, "may hold"),
+        "input": (limits.max_messages, _count_entries, "may hold"),
         "tools": (limits.max_tools, _count_entries, "may hold"),
     }
 
@@ -106,7 +108,7 @@ def _check_prompt(body: dict[str, Any], limits: RequestLimits) -> None:
 def _explain_error(error: ValidationError, model: type[BaseModel]) -> ApiError:
     """Convert pydantic's first error to one sentence."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    path = [str(part) for part in first["loc"] if not _is_branch(part, model)]
+    path = [str(part) for i, part in enumerate(first["loc"]) if not _is_branch(part) or _is_field(i, part, model)]
     dotted_path = ".".join(path)[:MAX_FIELD_PATH]
     param = path[0][:MAX_NAME] if path else None
     if first["type"] == "extra_forbidden":
@@ -117,6 +119,11 @@ def _explain_error(error: ValidationError, model: type[BaseModel]) -> ApiError:
     return ApiError(400, f"{quote_name(dotted_path)}: {message}" if dotted_path else message, param)
 
 
-def _is_branch(part: object, model: type[BaseModel]) -> bool:
-    """Return True for a part of an error location that is a union member ("list[str]") and no field of the client."""
+def _is_branch(part: object) -> bool:
+    """Return True for a part of an error location that is a union member, such as "list[str]"."""
     return isinstance(part, str) and ("[" in part or part in _BRANCHES)
+
+
+def _is_field(place: int, part: object, model: type[BaseModel]) -> bool:
+    """Return True for the first part of an error location if it is a field of the body."""
+    return place == 0 and part in model.model_fields

@@ -9,6 +9,7 @@ import binascii
 import hmac
 import ipaddress
 import re
+from collections.abc import Iterable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -82,8 +83,7 @@ class HttpCheckMiddleware:
         key = self._admin_key if is_admin else self._api_key
         if key is None or scope["path"] in self._public_paths:
             return
-        header = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        if not hmac.compare_digest(_parse_key(header), key):
+        if not hmac.compare_digest(read_key(scope["headers"]), key):
             headers = {"WWW-Authenticate": 'Bearer realm="foredraft"'}
             title = "admin" if is_admin else "API"
             raise ApiError(401, f"the {title} key is missing or wrong; send Authorization: Bearer KEY", headers=headers)
@@ -142,8 +142,13 @@ def _is_address(name: str) -> bool:
     return True
 
 
-def _parse_key(header: bytes) -> bytes:
-    """Parse the API key in an Authorization header: a Bearer token, or the password of Basic authentication."""
+def read_key(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """Read the API key in an Authorization header: a Bearer token, or the password of Basic authentication.
+
+    Args:
+        headers: names in lower case, and values.
+    """
+    header = next((value for name, value in headers if name == b"authorization"), b"")
     scheme, _, value = header.partition(b" ")
     value = value.strip()
     if scheme.lower() == b"bearer":

@@ -30,7 +30,7 @@ _STATUS_SCHEMA = {"type": "object", "required": ["status"], "properties": {"stat
 _ERROR_DESCRIPTIONS = {
     "400": "A field or a value is invalid; `param` names the field.",
     "401": "The API key is missing or wrong.",
-    "404": "There is no such model.",
+    "404": "There is no such model or response.",
     "409": "The name is taken, no KV memory is free, or another model is being loaded.",
     "408": "The body took too long to arrive.",
     "413": "The body is too large.",
@@ -42,11 +42,22 @@ _ERROR_DESCRIPTIONS = {
     "504": "The request took longer than the server allows.",
 }
 _COMMON_ERRORS = ("400", "401", "408", "413", "414", "415", "431", "503")
-_NAMED_PATHS = ("/v1/models/{name}", "/admin/models/{name}", "/tokenizer_info")  # they name a model outside a body
+# They name a model or a response outside a body.
+_NAMED_PATHS = (
+    "/v1/models/{name}",
+    "/admin/models/{name}",
+    "/tokenizer_info",
+    "/v1/responses/{name}",
+    "/v1/responses/{name}/input_items",
+)
+_STREAMED_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 # Route -> keys that every body with status 200 has.
 _REQUIRED_KEYS = {
     "/v1/completions": {"id", "object", "created", "model", "choices", "usage"},
     "/v1/chat/completions": {"id", "object", "created", "model", "choices", "usage"},
+    "/v1/responses": {"id", "object", "created_at", "status", "model", "output", "usage"},
+    "/v1/responses/{name}": {"id", "object"},
+    "/v1/responses/{name}/input_items": {"object", "data", "first_id", "last_id", "has_more"},
     "/tokenize": {"count", "max_model_len", "tokens"},
     "/detokenize": {"prompt"},
     "/tokenizer_info": {"tokenizer_class", "vocab_size", "model_max_length", "chat_template"},
@@ -108,7 +119,7 @@ def _build_content(path: str) -> dict[str, Any]:
     if path == "/metrics":
         return _TEXT_CONTENT
     content = _build_json_content({"type": "object", "required": sorted(_REQUIRED_KEYS.get(path, ()))})
-    return content | _EVENT_CONTENT if path in ("/v1/completions", "/v1/chat/completions") else content
+    return content | _EVENT_CONTENT if path in _STREAMED_PATHS else content
 
 
 def _build_json_content(schema: dict[str, Any]) -> dict[str, Any]:

@@ -23,10 +23,15 @@ class MetricsPage(Collector):
 
     Args:
         list_metrics: returns the metrics of all models.
+        list_families: returns further families, without the label of a model. Default none.
     """
 
-    def __init__(self, list_metrics: Callable[[], Sequence[ServerMetrics]]) -> None:
-        self._list_metrics = list_metrics
+    def __init__(
+        self,
+        list_metrics: Callable[[], Sequence[ServerMetrics]],
+        list_families: Callable[[], Iterable[Metric]] = tuple,
+    ) -> None:
+        self._list_metrics, self._list_families = list_metrics, list_families
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -35,7 +40,7 @@ class MetricsPage(Collector):
         return generate_latest(self._registry)
 
     def collect(self) -> Iterable[Metric]:
-        return merge_families(map(build_families, self._list_metrics()))
+        return [*merge_families(map(build_families, self._list_metrics())), *self._list_families()]
 
     def describe(self) -> Iterable[Metric]:
         return []  # metric names are not declared at registration

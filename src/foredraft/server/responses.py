@@ -1,4 +1,4 @@
-"""Parts of a response that completions and chat completions share."""
+"""Parts of a response that all routes of generation share."""
 
 import time
 import uuid
@@ -14,7 +14,7 @@ from foredraft.server.choice_stream import ChoicePart
 from foredraft.server.errors import ApiError, make_unavailable_error
 from foredraft.server.generation import Generation
 from foredraft.server.sampling_params import format_spec_metrics
-from foredraft.server.schemas import GenerationRequest
+from foredraft.server.schemas import SamplingRequest
 from foredraft.server.sse import EventStream, encode_event, run_until_disconnect
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class ResponseHead:
 
     @classmethod
     def for_request(
-        cls, service: "Service", request: GenerationRequest, generation: Generation, prefix: str, kind: str
+        cls, service: "Service", request: SamplingRequest, generation: Generation, prefix: str, kind: str
     ) -> "ResponseHead":
         name = f"{prefix}-{request.request_id or uuid.uuid4().hex}"
         rule = generation.transcripts[0].request.spec.rule  # all prompts of a body have the same
@@ -49,11 +49,17 @@ class ResponseHead:
         body: dict[str, Any] = {
             "id": self.id, "object": self.object, "created": self.created, "model": self.model, "choices": choices
         }  # fmt: skip
+        return body | self.notes
+
+    @property
+    def notes(self) -> dict[str, Any]:
+        """Fields that say how the output differs from that of the model."""
+        notes: dict[str, Any] = {}
         if self.verification is not None:
-            body["verification"] = self.verification
+            notes["verification"] = self.verification
         if self.simulated_rate is not None:
-            body["simulated_acceptance_rate"] = self.simulated_rate
-        return body
+            notes["simulated_acceptance_rate"] = self.simulated_rate
+        return notes
 
     @property
     def headers(self) -> dict[str, str]:
@@ -74,7 +80,7 @@ class GenerationResponse(Protocol):
 
 
 async def respond(
-    service: "Service", http: Request, request: GenerationRequest, generation: Generation, response: GenerationResponse
+    service: "Service", http: Request, request: SamplingRequest, generation: Generation, response: GenerationResponse
 ) -> Response:
     """Send a stream or a whole body. A client that disconnects early cancels the generation."""
     record_served(http, response.head.id, response)
@@ -102,7 +108,7 @@ def check_started(service: "Service", parts: Sequence[ChoicePart]) -> None:
         raise ApiError(504, str(parts[0].stop_reason or "the request was aborted"))
 
 
-def build_spec_metrics(service: "Service", request: GenerationRequest, generation: Generation) -> dict[str, Any]:
+def build_spec_metrics(service: "Service", request: SamplingRequest, generation: Generation) -> dict[str, Any]:
     """Build the field `metrics` if it is enabled and there is one completion; else {}."""
     is_enabled = request.speculative_metrics or service.settings.has_spec_metrics
     if not is_enabled or len(generation.completions) != 1:

@@ -13,6 +13,8 @@ Fields beyond OpenAI's and vLLM's:
 - `regex`: short for structured_outputs.regex.
 """
 
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
@@ -195,9 +197,29 @@ class NamedToolChoice(StrictModel):
     function: FunctionName
 
 
+class ToolSubset(StrictModel):
+    """Tools that an answer may call."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedToolChoice], Field(fail_fast=True, min_length=1, max_length=128)]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(tool.function.name for tool in self.tools)
+
+
+class AllowedToolsChoice(StrictModel):
+    """Choice of some of the tools, in the format of OpenAI. The prompt describes all of them."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: ToolSubset
+
+
 ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("word")] | Annotated[NamedToolChoice, Tag("named")],
-    Discriminator(lambda v: "word" if isinstance(v, str) else "named"),
+    Annotated[Literal["none", "auto", "required"], Tag("word")]
+    | Annotated[NamedToolChoice, Tag("named")]
+    | Annotated[AllowedToolsChoice, Tag("allowed")],
+    Discriminator(lambda v: _find_choice_kind(v)),
 ]
 
 
@@ -212,12 +234,10 @@ class RoutedRequest(StrictModel):
     model: str | None = None
 
 
-class GenerationRequest(RoutedRequest):
-    """Fields of both generation routes."""
+class SamplingRequest(RoutedRequest):
+    """Fields of every route that generates."""
 
-    max_tokens: Count | None = None
     min_tokens: Count = 0
-    n: Annotated[int, Field(ge=1)] = 1
     temperature: Annotated[float, Field(ge=0, le=1e6)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=1 << 31)] | None = None
@@ -230,22 +250,12 @@ class GenerationRequest(RoutedRequest):
     allowed_token_ids: Annotated[list[TokenId], Field(fail_fast=True)] | None = None
     bad_words: Annotated[list[str], Field(fail_fast=True)] | None = None
     seed: Annotated[int, Field(ge=-SEED_BOUND, lt=SEED_BOUND)] | None = None
-    stop: str | list[str] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True)] | None = None
-    include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     regex: str | None = None
-    prediction: PredictedContent | None = None
-    prompt_logprobs: Annotated[int, Field(ge=0)] | None = None
-    truncate_prompt_tokens: Annotated[int, Field(ge=1, le=1 << 31)] | None = None
-    add_special_tokens: bool | None = None
     skip_special_tokens: bool | None = None  # None = True
-    return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = None
     priority: Annotated[int, Field(ge=-(1 << 31), le=1 << 31)] = 0
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     request_id: Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[\w.-]+$")] | None = None
@@ -255,16 +265,38 @@ class GenerationRequest(RoutedRequest):
     posterior_threshold: Annotated[float, Field(gt=0, le=1)] | None = None
     posterior_alpha: Annotated[float, Field(gt=0)] | None = None
     speculative_metrics: bool = False
+
+    @property
+    def is_streaming(self) -> bool:
+        return bool(self.stream)
+
+    @property
+    def shared_fields(self) -> dict[str, Any]:
+        """Fields of this class that the client has set, for a request of another route."""
+        return {name: getattr(self, name) for name in SamplingRequest.model_fields if name in self.model_fields_set}
+
+
+class GenerationRequest(SamplingRequest):
+    """Fields of completions and of chat completions."""
+
+    max_tokens: Count | None = None
+    n: Annotated[int, Field(ge=1)] = 1
+    stop: str | list[str] | None = None
+    include_stop_str_in_output: bool = False
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    prediction: PredictedContent | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0)] | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=1, le=1 << 31)] | None = None
+    add_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     foredraft_trace: bool = False
 
     @model_validator(mode="before")
     @classmethod
     def _drop_neutral(cls, data: Any) -> Any:
-        return {name: value for name, value in data.items() if name in cls.model_fields or not _is_neutral(name, value)}
-
-    @property
-    def is_streaming(self) -> bool:
-        return bool(self.stream)
+        return drop_neutral(data, cls.model_fields, NEUTRAL_VALUES)
 
 
 Prompt = Annotated[
@@ -326,6 +358,13 @@ def _find_content_kind(content: Any) -> str | None:
     return "text" if isinstance(content, str) else "parts" if isinstance(content, list) else None
 
 
+def _find_choice_kind(choice: Any) -> str:
+    if isinstance(choice, str):
+        return "word"
+    kind = choice.get("type") if isinstance(choice, dict) else getattr(choice, "type", None)
+    return "allowed" if kind == "allowed_tools" else "named"
+
+
 def _find_prompt_kind(prompt: Any) -> str | None:
     if isinstance(prompt, str):
         return "text"
@@ -333,14 +372,28 @@ def _find_prompt_kind(prompt: Any) -> str | None:
     return {str: "texts", int: "ids", list: "lists"}.get(type(first))
 
 
-def _is_neutral(name: str, value: Any) -> bool:
-    """Return True for an unimplemented field at a neutral value.
+def drop_neutral(
+    data: Mapping[str, Any],
+    fields: Collection[str],
+    neutral_values: Mapping[str, Sequence[Any]],
+    fixes: Mapping[str, str] = MappingProxyType({}),
+) -> dict[str, Any]:
+    """Drop the unimplemented fields of a body that have a neutral value.
+
+    Args:
+        data: the body.
+        fields: names of the implemented fields.
+        neutral_values: unimplemented field -> values at which it has no effect.
+        fixes: unimplemented field -> what to do. Default none: it may be left out.
 
     Raises:
-        ApiError: the field has another value.
+        ApiError: an unimplemented field has another value.
     """
-    if name not in NEUTRAL_VALUES:
-        return False
-    if not any(type(value) is type(other) and value == other for other in NEUTRAL_VALUES[name]):
-        raise ApiError(400, f"{quote_name(name)} is not implemented; leave it out", name)
-    return True
+    kept = {}
+    for name, value in data.items():
+        if name in fields or name not in neutral_values:
+            kept[name] = value
+        elif not any(type(value) is type(other) and value == other for other in neutral_values[name]):
+            fix = fixes.get(name, "leave it out")
+            raise ApiError(400, f"{quote_name(name)} is not implemented; {fix}", name)
+    return kept

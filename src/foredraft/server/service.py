@@ -131,6 +131,12 @@ class Service:
         """Count the tokens that an output may have after a prompt of `num_tokens`."""
         return self.max_length - count_prompt_tokens(self.llm.target, num_tokens)
 
+    def count_cacheable(self, num_tokens: int) -> int:
+        """Count the tokens of a prompt that the prefix cache keeps for later requests: those of full pages."""
+        scheduler = self.llm.engine.scheduler
+        cache, page_size = scheduler.prefix_cache, scheduler.allocator.page_size
+        return num_tokens // page_size * page_size if cache.is_active and cache.is_shared else 0
+
     def check_output_length(self, num_tokens: int, max_tokens: int | None, param: str = "max_tokens") -> None:
         """Raise ApiError 400 if `max_tokens` exceeds the context and the settings are strict.
 

@@ -47,6 +47,8 @@ class ServerSettings:
     tool_call_parser: str = "auto"  # format of tool calls; "auto" = by the chat template
     reasoning_parser: str = "auto"  # format of reasoning; "auto" = by the chat template, "none" = answers have none
     has_spec_metrics: bool = False  # report speculative statistics in every response
+    stored_responses: int = 1024  # responses of /v1/responses that are stored; 0 = none
+    stored_response_bytes: int = 64 << 20  # bytes of all stored responses
     has_traces: bool = False  # serve hidden states and distributions, for training on another machine
     has_vllm_names: bool = True  # report metrics also under vLLM's names
     protects_metrics: bool = False  # require the API key for /metrics and /version too

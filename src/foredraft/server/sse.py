@@ -23,9 +23,15 @@ _HEADERS = [
 ]
 
 
-def encode_event(data: dict[str, Any]) -> bytes:
-    """Encode one event with JSON data."""
-    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+def encode_event(data: dict[str, Any], kind: str | None = None) -> bytes:
+    """Encode one event with JSON data.
+
+    Args:
+        data: object of the event.
+        kind: name of the event. Default None = it has none.
+    """
+    name = b"" if kind is None else f"event: {kind}\n".encode()
+    return name + b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
 async def wait_for_disconnect(receive: Receive) -> None:

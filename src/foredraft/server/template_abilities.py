@@ -28,6 +28,8 @@ class TemplateAbilities:
     shows_calls: bool = False  # tool_calls of the assistant
     shows_results: bool = False  # messages of the role tool
     has_text_arguments: bool = False  # arguments of a call are a string, not an object
+    shows_developer: bool = False  # messages of the role developer
+    shows_systems: bool = True  # several messages of the role system at the beginning
 
 
 def probe_template(render: RenderRows) -> TemplateAbilities:
@@ -45,6 +47,8 @@ def probe_template(render: RenderRows) -> TemplateAbilities:
         shows_calls=has_object or has_string,
         shows_results=PROBE_RESULT in _render(render, _build_rows(arguments, True), None),
         has_text_arguments=has_string and not has_object,
+        shows_developer=PROBE_RESULT in _render(render, _build_system_rows("developer"), None),
+        shows_systems=_render(render, _build_system_rows("system", "system"), None).count(PROBE_RESULT) == 2,
     )
 
 
@@ -58,6 +62,11 @@ def _build_rows(arguments: Any, has_result: bool) -> Rows:
     if has_result:
         rows.append({"role": "tool", "content": PROBE_RESULT, "tool_call_id": PROBE_ID, "name": PROBE_TOOL.name})
     return rows
+
+
+def _build_system_rows(*roles: str) -> Rows:
+    """Build a conversation that begins with messages of these roles."""
+    return [*({"role": role, "content": PROBE_RESULT} for role in roles), {"role": "user", "content": "probe"}]
 
 
 def _render(render: RenderRows, rows: Rows, tools: Rows | None) -> str:

@@ -63,14 +63,26 @@ def build_rows(chat: ChatInput, abilities: TemplateAbilities) -> TemplateRows:
     """Build the variables of a template from a conversation."""
     names = {call.id: call.function.name for message in chat.messages for call in message.tool_calls or ()}
     rows = [_build_row(message, abilities, names) for message in chat.messages]
+    if not abilities.shows_systems:
+        rows = _join_systems(rows)
     tools = [tool.to_row() for tool in chat.tools]
     if tools and not abilities.shows_tools:
         rows = _add_instruction(rows, tools)
     return TemplateRows(rows, tools if tools and abilities.shows_tools else None, dict(chat.variables))
 
 
+def _join_systems(rows: Rows) -> Rows:
+    """Join the messages of the system at the beginning: instructions, and those of the developer."""
+    num = next((i for i, row in enumerate(rows) if row["role"] != "system"), len(rows))
+    if num < 2:
+        return rows
+    content = "\n\n".join(row["content"] for row in rows[:num])
+    return [{"role": "system", "content": content}, *rows[num:]]
+
+
 def _build_row(message: ChatMessage, abilities: TemplateAbilities, names: dict[str, str]) -> dict[str, Any]:
-    row: dict[str, Any] = {"role": message.role, "content": message.text}
+    role = "system" if message.role == "developer" and not abilities.shows_developer else message.role
+    row: dict[str, Any] = {"role": role, "content": message.text}
     if message.name is not None:
         row["name"] = message.name
     if message.reasoning_content is not None:

@@ -5,7 +5,7 @@ from typing import Any
 
 from foredraft.server.errors import ApiError, quote_name
 from foredraft.server.messages.tools import NO_TOOLS, Tool, ToolUse
-from foredraft.server.schemas import ChatMessage, ChatRequest, ToolDefinition
+from foredraft.server.schemas import ChatMessage, ChatRequest, NamedToolChoice, ToolDefinition
 from foredraft.server.templates import ChatTemplate
 
 EFFORT, THINKING = "reasoning_effort", "enable_thinking"  # variables of chat templates
@@ -28,11 +28,19 @@ def read_tool_use(request: ChatRequest) -> ToolUse:
         return NO_TOOLS
     if choice is None or isinstance(choice, str):
         return ToolUse(tools, choice == "required", is_parallel)
-    name = choice.function.name
-    chosen = tuple(tool for tool in tools if tool.name == name)
-    if not chosen:
-        raise ApiError(400, f"tool_choice: there is no tool {quote_name(name)}", "tool_choice")
-    return ToolUse(chosen, is_required=True, is_parallel=False, offered=tools)
+    if isinstance(choice, NamedToolChoice):
+        return ToolUse(_choose_tools(tools, (choice.function.name,)), True, is_parallel=False, offered=tools)
+    subset = choice.allowed_tools
+    return ToolUse(_choose_tools(tools, subset.names), subset.mode == "required", is_parallel, offered=tools)
+
+
+def _choose_tools(tools: Sequence[Tool], names: Sequence[str]) -> tuple[Tool, ...]:
+    """Return the tools of these names, in the order in which they are offered. Raises ApiError for an unknown one."""
+    known = {tool.name for tool in tools}
+    for name in names:
+        if name not in known:
+            raise ApiError(400, f"tool_choice: there is no tool {quote_name(name)}", "tool_choice")
+    return tuple(tool for tool in tools if tool.name in names)
 
 
 def read_tools(definitions: Sequence[ToolDefinition]) -> tuple[Tool, ...]:

@@ -12,9 +12,11 @@ from typing import Any
 from tests.support.server.hostile_wire import CANARY, CHUNK, HostileRequest, get, post, post_chunked
 
 COMPLETE, CHAT, TOKENIZE, DETOKENIZE = "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"
+RESPONSES = "/v1/responses"
 BODIES: dict[str, dict[str, Any]] = {
     COMPLETE: {"prompt": CANARY, "max_tokens": 2},
     CHAT: {"messages": [{"role": "user", "content": CANARY}], "max_tokens": 2},
+    RESPONSES: {"input": CANARY, "max_output_tokens": 2},
     TOKENIZE: {"prompt": CANARY},
     DETOKENIZE: {"tokens": [9]},
 }
@@ -30,6 +32,7 @@ def corpus(vocab_size: int, context: int) -> Iterator[HostileRequest]:
     yield from _grammars()
     yield from _chats()
     yield from _tools()
+    yield from _responses()
     yield from _unknown()
     yield from _tokens(vocab_size)
     yield from _bodies()
@@ -340,6 +343,64 @@ def _tools() -> Iterator[HostileRequest]:
     ]  # fmt: skip
     for i, messages in enumerate(histories):
         yield _make_request(f"a history with calls {i}", CHAT, {"messages": messages}, "messages")
+
+
+def _responses() -> Iterator[HostileRequest]:
+    call = {"type": "function_call", "call_id": "c", "name": "a", "arguments": "{}"}
+    inputs: list[Any] = [
+        "", [], None, 3, {}, [None], ["a"], [{}], [[]], [{"role": "tool", "content": "a"}], [{"role": "user"}],
+        [{"role": "user", "content": 3}], [{"role": "user", "content": [{"type": "input_image", "image_url": "a"}]}],
+        [{"role": "user", "content": [{"text": "a"}]}], [{"role": "user", "content": ["a"]}],
+        [{"role": "user", "content": "a", "x": 1}], [{"type": "item_reference", "id": "a"}],
+        [{"type": "computer_call"}], [{"type": ["a"]}], [{"type": {"a": 1}, "role": "user"}],
+        [call | {"arguments": {}}], [call | {"call_id": ""}], [call | {"name": "x" * 65}], [call] * 129,
+        [{"type": "function_call_output", "call_id": "none", "output": CANARY}],
+        [call, {"type": "function_call_output", "call_id": "c", "output": {}}],
+        [{"type": "reasoning", "encrypted_content": CANARY}], [{"type": "reasoning", "content": "a"}],
+        [{"role": "user", "content": "a"}] * 1025, [{"role": "user", "content": [{"type": "input_text", "text": "a"}] *
+        1025}], "ab " * (MEGA // 2), [{"role": "user", "content": "ab " * (MEGA // 2)}],
+    ]  # fmt: skip
+    for i, value in enumerate(inputs):
+        yield _make_request(f"input {i}", RESPONSES, {"input": value}, "input")
+    function = {"type": "function", "name": "a"}
+    odd: list[tuple[str, Any]] = [
+        ("background", True), ("conversation", "a"), ("truncation", "auto"), ("prompt", {"id": "a"}),
+        ("max_tool_calls", 3), ("stream_options", {"include_obfuscation": True}), ("include", ["file_search.results"]),
+        ("include", ["reasoning.encrypted_content"] * 9), ("include", "a"), ("store", 1), ("max_output_tokens", 0),
+        ("max_output_tokens", -1), ("max_output_tokens", "a"), ("max_tokens", 3), ("messages", []), ("n", 2),
+        ("previous_response_id", "resp_none"), ("previous_response_id", ""), ("previous_response_id", "x" * 257),
+        ("previous_response_id", "../../etc/passwd"), ("previous_response_id", 3), ("instructions", 3),
+        ("metadata", {str(i): "a" for i in range(17)}), ("metadata", {"a": 1}),
+        ("metadata", {"a" * 65: "a"}), ("metadata", {"a": "a" * 513}), ("metadata", []), ("reasoning", "high"),
+        ("reasoning", {"effort": "high"}), ("reasoning", {"effort": "x" * 33}), ("reasoning", {"summary": "detailed"}),
+        ("text", {"format": {"type": "json_schema", "name": "a"}}), ("text", {"verbosity": "high"}),
+        ("text", {"format": {"type": "json_schema", "name": "a", "schema": {"type": "nothing"}}}),
+        ("text", {"format": {"type": "json_schema", "name": "a", "schema": {"x": "y" * MEGA}}}),
+        ("text", {"format": {"type": "grammar"}}), ("top_logprobs", 3), ("top_logprobs", 10**9),
+        ("tools", [{"type": "web_search"}]), ("tools", [{"type": "function", "function": {"name": "a"}}]),
+        ("tools", [function | {"name": "a b"}]), ("tools", [function | {"parameters": {"type": "array"}}]),
+        ("tools", [function, function]), ("tools", [function | {"strict": "yes"}]), ("tools", [None]), ("tools", {}),
+        ("tools", [function | {"name": f"a{i}"} for i in range(129)]), ("tool_choice", "required"),
+        ("tool_choice", function), ("tool_choice", {"type": "web_search"}), ("tool_choice", 3), ("tool_choice", []),
+        ("tool_choice", {"type": "allowed_tools", "mode": "auto", "tools": []}), ("client_metadata", {"a": 1}),
+        ("prompt_cache_key", "x" * 257), ("prompt_cache_retention", "24h"), ("chat_template_kwargs", {"x": 1}),
+        ("stop", ["a"] * 5), ("stream", "true"), ("temperature", -1), ("top_p", 0), ("verify", "nothing"),
+    ]  # fmt: skip
+    for i, (name, value) in enumerate(odd):
+        yield _make_request(f"{name} {i}", RESPONSES, {name: value}, name)
+    yield _make_request("long instructions", RESPONSES, {"instructions": "ab " * (MEGA // 2)}, "input")
+    chosen = {"type": "allowed_tools", "mode": "required", "tools": [function | {"name": "b"}]}
+    for choice in (function | {"name": "b"}, chosen):
+        yield _make_request("another tool", RESPONSES, {"tools": [function], "tool_choice": choice}, "tool_choice")
+    for method in ("GET", "DELETE"):
+        for name in ("none", "resp_none", "%00", "..%2f..", "x" * 7000, "%ff", "<script>", "resp_none?x=1"):
+            yield HostileRequest(
+                f"{method} {RESPONSES}/{name[:12]}", get(f"{RESPONSES}/{name}", method), may_close=True
+            )
+    for query in ("limit=0", "limit=x", "limit=%D9%A3", "limit=1000", "order=up", "after=none", "x=1", "stream=true"):
+        yield HostileRequest(f"GET input_items?{query}", get(f"{RESPONSES}/none/input_items?{query}"))
+    for path in ("cancel", "compact", "input_items/x"):
+        yield HostileRequest(f"POST {path}", post(f"{RESPONSES}/none/{path}", {}))
 
 
 def _unknown() -> Iterator[HostileRequest]:

@@ -76,6 +76,8 @@ ENGINE = EngineTable(
         "replicas": no_flag("start several servers behind a proxy"),
         "max_replicas": no_flag("the orchestrator scales"),
         "replica_load": no_flag("the orchestrator scales"),
+        "stored_responses": no_flag("llama-server stores none: clients send the whole conversation"),
+        "stored_response_memory": no_flag("it stores none"),
         "traces": no_flag("it sends no hidden states"),
         "no_vllm_metrics": no_flag("llama-server reports metrics of its own with --metrics"),
     },

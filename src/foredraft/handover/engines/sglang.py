@@ -75,6 +75,8 @@ ENGINE = EngineTable(
         "replicas": no_flag("start several servers behind its gateway"),
         "max_replicas": no_flag("the orchestrator scales"),
         "replica_load": no_flag("the orchestrator scales"),
+        "stored_responses": no_flag("SGLang stores responses without a bound"),
+        "stored_response_memory": no_flag("its store has no bound"),
         "traces": no_flag("it sends hidden states with --enable-return-hidden-states"),
         "no_vllm_metrics": no_flag("SGLang reports metrics of its own with --enable-metrics"),
     },

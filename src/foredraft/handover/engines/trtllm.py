@@ -58,6 +58,10 @@ ENGINE = EngineTable(
         "replicas": no_flag("start several servers behind a proxy"),
         "max_replicas": no_flag("the orchestrator scales"),
         "replica_load": no_flag("the orchestrator scales"),
+        "stored_responses": no_flag(
+            "TensorRT-LLM stores responses unless TRTLLM_RESPONSES_API_DISABLE_STORE=1 is in its environment"
+        ),
+        "stored_response_memory": no_flag("it bounds no bytes"),
         "traces": no_flag("it sends no hidden states"),
         "no_vllm_metrics": no_flag("TensorRT-LLM reports metrics of its own"),
     },

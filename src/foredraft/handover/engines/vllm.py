@@ -79,6 +79,10 @@ ENGINE = EngineTable(
         "replicas": no_flag("start several servers behind a proxy, or use --format ray"),
         "max_replicas": no_flag("the orchestrator scales"),
         "replica_load": no_flag("the orchestrator scales"),
+        "stored_responses": no_flag(
+            "vLLM stores responses without a bound if VLLM_ENABLE_RESPONSES_API_STORE=1 is in its environment"
+        ),
+        "stored_response_memory": no_flag("its store has no bound"),
         "traces": no_flag("`foredraft train ... --print-server-command FOLDER` prints the vLLM that a trainer reads"),
         "no_vllm_metrics": no_flag("vLLM reports its own metrics"),
     },

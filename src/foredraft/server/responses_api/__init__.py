@@ -1,0 +1,1 @@
+"""OpenAI's /v1/responses: input and output items, their events, and stored responses."""
