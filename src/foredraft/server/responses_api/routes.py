@@ -1,5 +1,6 @@
 """Routes of /v1/responses: create, retrieve and delete a response, and list its input items."""
 
+import asyncio
 import hashlib
 import uuid
 from dataclasses import replace
@@ -65,7 +66,8 @@ class ResponseRoutes:
             """List the items that a stored response was given, those of its conversation included."""
             _refuse_query(http, ("limit", "order", "after"))
             page = read_page(limit, order, after)
-            return page.cut(self._find(http, name).list_conversation())
+            items = await asyncio.to_thread(self._find(http, name).list_conversation)  # JSON of a long conversation
+            return page.cut(items)
 
     async def create(self, service: Service, http: Request, request: ResponseRequest) -> Response:
         """Serve POST /v1/responses. Raises ApiError."""
