@@ -37,7 +37,6 @@ _OTHER_ROUTES = {
     "/classify": "classification",
     "/v1/audio": "speech and transcription",
     "/v1/images": "images",
-    "/v1/messages": "such route of messages, which have no batches",
     "/v1/moderations": "moderation",
     "/v1/fine_tuning": "fine-tuning",
     "/v1/conversations": "stored conversations (previous_response_id of v1/responses continues one)",
@@ -124,14 +123,16 @@ async def on_http_error(request: Request, error: Exception) -> JSONResponse:
 
 
 def _explain_missing_route(path: str) -> str | None:
-    """Return a message for a route of another kind of model, or of background responses; None for any other path."""
+    """Return a message for a route of another kind of model, or of stored work; None for any other path."""
     if path.startswith("/v1/responses/"):
         return "responses do not run in the background, and have no such route; stream them instead"
+    if path.startswith("/v1/messages/"):
+        return "messages have no such route and no stored batches; send each one to v1/messages"
     for prefix, purpose in _OTHER_ROUTES.items():
         if path == prefix or path.startswith(f"{prefix}/"):
             return (
                 f"this server generates text and has no {purpose}; its routes are POST v1/completions, "
-                "v1/chat/completions and v1/responses"
+                "v1/chat/completions, v1/responses and v1/messages"
             )
     return None
 

@@ -284,7 +284,7 @@ def test_a_template_that_always_reasons_cannot_be_stopped():
         ({"tool_choice": {"type": "any"}}, "tool_choice goes with tools"),
         ({"stop": ["a"]}, "stop_sequences"),
         ({"response_format": {}}, "output_config.format"),
-        ({"output_config": {"effort": "high"}}, "does not read output_config.effort"),
+        ({"output_config": {"effort": "low"}}, "does not read output_config.effort"),
         ({"service_tier": "priority"}, "'service_tier' is not implemented"),
         ({"mcp_servers": [{}]}, "MCP"),
         ({"unknown": 1}, "'unknown' is not a field"),
@@ -304,7 +304,7 @@ def test_neutral_fields_are_accepted(plain):
     fields = {
         "metadata": {"user_id": "u"}, "service_tier": "auto", "speed": "standard", "container": None, "mcp_servers": [],
         "context_management": {"edits": []}, "top_k": 5, "top_p": 0.9, "tool_choice": {"type": "auto"}, "tools": [],
-        "speculative": {"num_speculative_tokens": 2}, "speculative_metrics": True,
+        "speculative": {"num_speculative_tokens": 2}, "speculative_metrics": True, "output_config": {"effort": "high"},
     }  # fmt: skip
     body = ask(server, **fields)
     assert body["content"] == [{"type": "text", "text": "Yes."}]

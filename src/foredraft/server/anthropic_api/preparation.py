@@ -29,7 +29,7 @@ from foredraft.server.schemas import (
     ToolDefinition,
 )
 from foredraft.server.service import Service
-from foredraft.server.tool_request import read_tool_use
+from foredraft.server.tool_request import EFFORT, read_tool_use
 
 # Field of a chat request -> field of this route.
 FIELD_NAMES = {
@@ -39,6 +39,7 @@ FIELD_NAMES = {
     "stop": "stop_sequences",
 }
 _FIELD_PATTERN = re.compile(r"\b(?:continue_final_message|reasoning_effort|response_format)\b|^stop\b")
+DEFAULT_EFFORT = "high"  # of the published API: it is the same without the field
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -86,7 +87,7 @@ def count_tokens(service: Service, request: CountTokensRequest) -> int:
 
 def _build_chat_request(service: Service, request: ConversationRequest, fields: Mapping[str, Any]) -> ChatRequest:
     """Build the chat request of a conversation, with further fields."""
-    fields = {**fields, **_build_tools(request), **_build_output(request)}
+    fields = {**fields, **_build_tools(request), **_build_output(request, EFFORT in service.chat_template.variables)}
     variables = read_thinking(request.thinking, service) | (request.chat_template_kwargs or {})
     if variables:
         fields["chat_template_kwargs"] = variables
@@ -127,10 +128,11 @@ def _build_choice(choice: ToolSelection) -> Any:
     return _CHOICES[choice.type]
 
 
-def _build_output(request: ConversationRequest) -> dict[str, Any]:
+def _build_output(request: ConversationRequest, reads_effort: bool) -> dict[str, Any]:
+    """Build the fields of the form of the answer. The default effort is left out if the template reads none."""
     options = request.output_config
     fields: dict[str, Any] = {}
-    if options is not None and options.effort is not None:
+    if options is not None and options.effort is not None and (reads_effort or options.effort != DEFAULT_EFFORT):
         fields["reasoning_effort"] = options.effort
     if options is not None and options.format is not None:
         schema = JsonSchema.model_validate({"schema": options.format.schema_, "strict": True})
