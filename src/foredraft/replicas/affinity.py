@@ -28,7 +28,6 @@ MAX_HOLDERS = 4  # replicas stored per hash
 MIN_MATCH = 0.5  # share of the blocks that a replica must hold
 LOAD_FACTOR, LOAD_SLACK = 1.5, 4  # a replica is overloaded with more requests than factor * fewest + slack
 _PROMPT_FIELDS = ("messages", "prompt")
-_SYSTEM_FIELD = "system"  # of /v1/messages; templates write it before the messages
 _TAG = r"resp_(r[0-9a-f]{8}_)"  # beginning of the id of a response
 _PATH_PATTERN = re.compile(rf"/v1/responses/{_TAG}")
 # In JSON this can only be a key and its value: the quotes of a string are escaped.
@@ -85,8 +84,6 @@ def _hash_blocks(request: Mapping[str, Any]) -> tuple[bytes, ...]:
     prompt = next((request[name] for name in _PROMPT_FIELDS if request.get(name)), "")
     if "input" in request:
         prompt = [request.get("instructions"), request["input"]]
-    if request.get(_SYSTEM_FIELD):
-        prompt = [request[_SYSTEM_FIELD], prompt]
     text = prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False)
     data = hashlib.blake2b(str(request.get("cache_salt", "")).encode("utf-8", "surrogatepass"), digest_size=8)
     hashes = []

@@ -86,7 +86,11 @@ class HttpCheckMiddleware:
         if not hmac.compare_digest(read_key(scope["headers"]), key):
             headers = {"WWW-Authenticate": 'Bearer realm="foredraft"'}
             title = "admin" if is_admin else "API"
-            raise ApiError(401, f"the {title} key is missing or wrong; send Authorization: Bearer KEY", headers=headers)
+            raise ApiError(
+                401,
+                f"the {title} key is missing or wrong; send Authorization: Bearer KEY or x-api-key: KEY",
+                headers=headers,
+            )
 
     def _check_head(self, scope: Scope) -> None:
         limits = self.limits

@@ -42,7 +42,7 @@ _ANTHROPIC_ERROR_SCHEMA = {
 }
 _STATUS_SCHEMA = {"type": "object", "required": ["status"], "properties": {"status": {"type": "string"}}}
 _ERROR_DESCRIPTIONS = {
-    "400": "A field or a value is invalid; `param` names the field.",
+    "400": "A field or a value is invalid; the error names the field.",
     "401": "The API key is missing or wrong.",
     "404": "There is no such model or response.",
     "409": "The name is taken, no KV memory is free, or another model is being loaded.",

@@ -1,20 +1,18 @@
 """The anthropic SDK against /v1/messages: bodies, its stream helper, an agent with tools, and its errors.
 
-Guards against answers that the SDK's own models do not take. The SDK needs an HTTP library of its own, so it is no
-dependency of the tests.
+Guards against answers that the SDK's own models do not take.
 """
 
 from collections.abc import Iterator
 from typing import Any
 
+import anthropic
 import pytest
 
 from foredraft.server.settings import ServerSettings
 from tests.support.server import chat_templates
 from tests.support.server.live_server import NAME, RunningServer, run_server
 from tests.support.server.scripted_llm import make_scripted_llm
-
-anthropic = pytest.importorskip("anthropic", reason="pip install anthropic; test_messages.py has the same shapes")
 
 KEY = "sk-client"
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}

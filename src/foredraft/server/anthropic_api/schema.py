@@ -129,7 +129,7 @@ class ContentFormat(StrictModel):
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
 
 
-class OutputOptions(StrictModel):
+class AnswerOptions(StrictModel):
     """Options of the answer."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
@@ -150,7 +150,7 @@ class ConversationRequest(RoutedRequest):
     tools: Annotated[list[ClientTool], Field(fail_fast=True)] | None = None
     tool_choice: ToolSelection | None = None
     thinking: ThinkingOptions | None = None
-    output_config: OutputOptions | None = None
+    output_config: AnswerOptions | None = None
     cache_control: CacheMark | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
