@@ -196,7 +196,7 @@ def test_a_replica_that_does_not_accept_costs_no_request(slow: RunningFront):
 
 async def answer_full(scope, receive, send) -> None:
     """Application of a replica whose queue is full."""
-    await make_queue_full_error(9).response(scope, receive, send)
+    await make_queue_full_error(9).make_response(scope["path"])(scope, receive, send)
 
 
 def test_a_full_replica_passes_requests_on_and_the_last_refusal_is_passed_on(slow: RunningFront):

@@ -25,7 +25,7 @@ OPERATIONS = {
     "GET /health", "GET /ready", "GET /metrics", "GET /version", "GET /v1/models", "GET /v1/models/{name}",
     "GET /tokenizer_info", "POST /v1/completions", "POST /v1/chat/completions", "POST /tokenize", "POST /detokenize",
     "POST /v1/responses", "GET /v1/responses/{name}", "DELETE /v1/responses/{name}",
-    "GET /v1/responses/{name}/input_items",
+    "GET /v1/responses/{name}/input_items", "POST /v1/messages", "POST /v1/messages/count_tokens",
 }  # fmt: skip
 MODES = (schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE)
 

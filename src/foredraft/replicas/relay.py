@@ -11,9 +11,10 @@ from starlette.types import Message, Scope, Send
 
 from foredraft.replicas.directory import ReplicaCard
 from foredraft.replicas.frames import Frame, FrameError, FrameKind, FrameSplitter, HttpResponseHead, RequestHead
-from foredraft.server.errors import make_unavailable_error
+from foredraft.server.anthropic_api.error_format import is_anthropic_path
+from foredraft.server.errors import ApiError, make_unavailable_error
 from foredraft.server.responses import encode_error_event
-from foredraft.server.sse import DONE_EVENT
+from foredraft.server.sse import DONE_EVENT, encode_event
 
 READ_BYTES = 64 << 10  # bytes read at once
 CONNECT_SECONDS = 3.0  # seconds until a replica must have accepted
@@ -96,9 +97,9 @@ class Relay:
         """End a response that the replica will not complete: with status 503, or with the last event of a stream."""
         error = make_unavailable_error(message, RETRY_SECONDS)
         if self.has_started:
-            await send(_make_body(encode_error_event(error) + DONE_EVENT, False))
+            await send(_make_body(_encode_end(error, scope["path"]), False))
         else:
-            await error.response(scope, _receive_nothing, send)
+            await error.make_response(scope["path"])(scope, _receive_nothing, send)
 
     async def _read(self, reader: asyncio.StreamReader) -> bytes:
         """Read some bytes; none if the replica has closed the connection."""
@@ -139,6 +140,13 @@ class Relay:
 
 def _make_start(head: HttpResponseHead) -> Message:
     return {"type": "http.response.start", "status": head.status, "headers": head.headers}
+
+
+def _encode_end(error: ApiError, path: str) -> bytes:
+    """Encode an error as the end of a stream of the route with this path."""
+    if is_anthropic_path(path):
+        return encode_event(error.build_body(path), "error")
+    return encode_error_event(error) + DONE_EVENT
 
 
 def _make_body(data: bytes, has_more: bool) -> Message:

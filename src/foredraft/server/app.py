@@ -14,6 +14,8 @@ import foredraft
 from foredraft.server import chat, completions, tokens
 from foredraft.server.access_log import AccessLog
 from foredraft.server.admin import AdminRoutes
+from foredraft.server.anthropic_api.routes import count_message_tokens, create_message
+from foredraft.server.anthropic_api.schema import CountTokensRequest, MessageRequest
 from foredraft.server.errors import ApiError, on_api_error, on_crash, on_http_error
 from foredraft.server.http_checks import HttpCheckMiddleware
 from foredraft.server.model_card import build_model_card
@@ -77,6 +79,8 @@ def create_app(models: ServedModels, admin: AdminRoutes | None = None, tag: str 
 def _add_posts(app: FastAPI, models: ServedModels) -> None:
     _add_post_route(app, models, "/v1/completions", CompletionRequest, completions.serve)
     _add_post_route(app, models, "/v1/chat/completions", ChatRequest, chat.serve)
+    _add_post_route(app, models, "/v1/messages", MessageRequest, create_message)
+    _add_post_route(app, models, "/v1/messages/count_tokens", CountTokensRequest, count_message_tokens)
     _add_post_route(app, models, "/tokenize", TokenizeRequest, tokens.tokenize)
     _add_post_route(app, models, "/detokenize", DetokenizeRequest, tokens.detokenize)
 

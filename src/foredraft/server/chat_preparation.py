@@ -42,7 +42,7 @@ def prepare_chat(service: Service, request: ChatRequest) -> PreparedChat:
         raise ApiError(400, "the input of an encoder has no log-probabilities; leave it out", "prompt_logprobs")
     use = read_tool_use(request)
     own = read_grammar(request)
-    chat = _encode_messages(service, request, use)
+    chat = encode_messages(service, request, use)
     ids = chat.ids if request.truncate_prompt_tokens is None else chat.ids[-request.truncate_prompt_tokens :]
     service.check_length(len(ids), "messages")
     name = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
@@ -61,9 +61,20 @@ def prepare_chat(service: Service, request: ChatRequest) -> PreparedChat:
     return PreparedChat(PromptSubmission(ids, sampling, options, grammar_field), use, start)
 
 
-def _encode_messages(service: Service, request: ChatRequest, use: ToolUse) -> EncodedChat:
+def encode_messages(service: Service, request: ChatRequest, use: ToolUse, is_counted: bool = False) -> EncodedChat:
+    """Render and tokenize the messages of a chat request.
+
+    Args:
+        service: state of the routes of one model.
+        request: the request.
+        use: its tools.
+        is_counted: the tokens are only counted, so that they may be more than the context holds. Default False.
+
+    Raises:
+        ApiError: the messages cannot be rendered, or are too long.
+    """
     check_results(request.messages)
-    is_truncated = request.truncate_prompt_tokens is not None
+    is_truncated = is_counted or request.truncate_prompt_tokens is not None
     check_text_size(service, sum(message.size for message in request.messages), "messages", is_truncated)
     adds_prompt = request.add_generation_prompt
     if request.continue_final_message and "add_generation_prompt" not in request.model_fields_set:

@@ -1,4 +1,4 @@
-"""Error responses in OpenAI's format: one sentence, without paths or internals of the server."""
+"""Error responses in OpenAI's format or that of the route: one sentence, without paths or internals of the server."""
 
 import logging
 import re
@@ -8,6 +8,8 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse
+
+from foredraft.server.anthropic_api.error_format import build_error_body, is_anthropic_path
 
 log = logging.getLogger(__name__)
 MAX_MESSAGE = 600  # characters of an error message
@@ -48,7 +50,7 @@ _HTTP_MESSAGES = {
 
 
 class ApiError(Exception):
-    """Error that ends a request with a status and OpenAI's error body.
+    """Error that ends a request with a status and an error body.
 
     Args:
         status: HTTP status.
@@ -70,9 +72,13 @@ class ApiError(Exception):
         kind = _ERROR_TYPES.get(self.status, "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.status}}
 
-    @property
-    def response(self) -> JSONResponse:
-        return JSONResponse(self.body, self.status, self.headers)
+    def build_body(self, path: str) -> dict[str, Any]:
+        """Build the body in the format of the route with this path."""
+        return build_error_body(self.status, self.message, self.param) if is_anthropic_path(path) else self.body
+
+    def make_response(self, path: str) -> JSONResponse:
+        """Make the response of the route with this path."""
+        return JSONResponse(self.build_body(path), self.status, self.headers)
 
 
 def scrub_message(message: str) -> str:
@@ -104,7 +110,7 @@ def _format_seconds(seconds: float) -> str:
 async def on_api_error(request: Request, error: Exception) -> JSONResponse:
     """Return the response of an ApiError."""
     assert isinstance(error, ApiError)
-    return error.response
+    return error.make_response(request.url.path)
 
 
 async def on_http_error(request: Request, error: Exception) -> JSONResponse:
@@ -113,22 +119,24 @@ async def on_http_error(request: Request, error: Exception) -> JSONResponse:
     message = _HTTP_MESSAGES.get(error.status_code, "the request cannot be served")
     if error.status_code == 404:
         message = _explain_missing_route(request.url.path) or message
-    return ApiError(error.status_code, message, headers=error.headers).response
+    return ApiError(error.status_code, message, headers=error.headers).make_response(request.url.path)
 
 
 def _explain_missing_route(path: str) -> str | None:
-    """Return a message for a route of another kind of model, or of background responses; None for any other path."""
+    """Return a message for a route of another kind of model, or of stored work; None for any other path."""
     if path.startswith("/v1/responses/"):
         return "responses do not run in the background, and have no such route; stream them instead"
+    if path.startswith("/v1/messages/"):
+        return "messages have no such route and no stored batches; send each one to v1/messages"
     for prefix, purpose in _OTHER_ROUTES.items():
         if path == prefix or path.startswith(f"{prefix}/"):
             return (
                 f"this server generates text and has no {purpose}; its routes are POST v1/completions, "
-                "v1/chat/completions and v1/responses"
+                "v1/chat/completions, v1/responses and v1/messages"
             )
     return None
 
 
 async def on_crash(request: Request, error: Exception) -> JSONResponse:
     """Respond with 500 to an unexpected exception; details are only in the log."""
-    return ApiError(500, "internal error; the server's log says more").response
+    return ApiError(500, "internal error; the server's log says more").make_response(request.url.path)

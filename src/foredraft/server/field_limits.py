@@ -42,7 +42,8 @@ def check_limits(body: dict[str, Any], limits: RequestLimits) -> None:
 
 def _list_sizes(limits: RequestLimits) -> dict[str, int]:
     """List the fields whose JSON is bounded, with its bytes."""
-    grammars = dict.fromkeys(("response_format", "structured_outputs", "regex", "text"), limits.max_schema_bytes)
+    names = ("response_format", "structured_outputs", "regex", "text", "output_config")
+    grammars = dict.fromkeys(names, limits.max_schema_bytes)
     return grammars | dict.fromkeys(("tools", "chat_template_kwargs"), limits.max_tools_bytes)
 
 
@@ -54,6 +55,7 @@ def _build_field_limits(limits: RequestLimits) -> dict[str, _FieldLimit]:
         "top_logprobs": (limits.max_logprobs, _read_int, "may be"),
         "prompt_logprobs": (limits.max_logprobs, _read_int, "may be"),
         "stop": (limits.max_stops, _count_entries, "may hold"),
+        "stop_sequences": (limits.max_stops, _count_entries, "may hold"),
         "logit_bias": (limits.max_logit_bias, _count_entries, "may hold"),
         "bad_words": (limits.max_logit_bias, _count_entries, "may hold"),
         "stop_token_ids": (limits.max_token_ids, _count_entries, "may hold"),
@@ -81,7 +83,7 @@ def _check_prompt(body: dict[str, Any], limits: RequestLimits) -> None:
 
     The type of a prompt is checked here because the validator would report every entry of a long list for every type.
     """
-    for name in ("stop", "bad_words"):
+    for name in ("stop", "stop_sequences", "bad_words"):
         texts = body.get(name)
         texts = texts if isinstance(texts, list) else [texts]
         if any(isinstance(text, str) and len(text) > limits.max_stop_chars for text in texts):

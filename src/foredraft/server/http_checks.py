@@ -49,7 +49,7 @@ class HttpCheckMiddleware:
         except ApiError as error:
             # The rest of a refused body is not read, so the connection cannot be reused.
             error.headers.setdefault("Connection", "close")
-            await error.response(scope, receive, send)
+            await error.make_response(scope["path"])(scope, receive, send)
             return
         if body is None:
             return
@@ -86,7 +86,11 @@ class HttpCheckMiddleware:
         if not hmac.compare_digest(read_key(scope["headers"]), key):
             headers = {"WWW-Authenticate": 'Bearer realm="foredraft"'}
             title = "admin" if is_admin else "API"
-            raise ApiError(401, f"the {title} key is missing or wrong; send Authorization: Bearer KEY", headers=headers)
+            raise ApiError(
+                401,
+                f"the {title} key is missing or wrong; send Authorization: Bearer KEY or x-api-key: KEY",
+                headers=headers,
+            )
 
     def _check_head(self, scope: Scope) -> None:
         limits = self.limits
@@ -145,10 +149,15 @@ def _is_address(name: str) -> bool:
 def read_key(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
     """Read the API key in an Authorization header: a Bearer token, or the password of Basic authentication.
 
+    Without that header the key is that of x-api-key, which clients of Anthropic's API send.
+
     Args:
         headers: names in lower case, and values.
     """
-    header = next((value for name, value in headers if name == b"authorization"), b"")
+    found = dict(reversed([pair for pair in headers if pair[0] in (b"authorization", b"x-api-key")]))
+    if b"authorization" not in found:
+        return found.get(b"x-api-key", b"").strip()
+    header = found[b"authorization"]
     scheme, _, value = header.partition(b" ")
     value = value.strip()
     if scheme.lower() == b"bearer":

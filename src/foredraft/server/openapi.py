@@ -6,6 +6,8 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
+from foredraft.server.anthropic_api.error_format import is_anthropic_path
+
 _SCHEMA_REF = "#/components/schemas/{model}"
 _MODELS_KEY = "x-models"  # key of a route's model schemas until the document is built
 _EVENT_CONTENT = {"text/event-stream": {"schema": {"type": "string"}}}
@@ -26,9 +28,21 @@ _ERROR_SCHEMA = {
         }
     },
 }
+_ANTHROPIC_ERROR_SCHEMA = {
+    "type": "object",
+    "required": ["type", "error"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+        },
+    },
+}
 _STATUS_SCHEMA = {"type": "object", "required": ["status"], "properties": {"status": {"type": "string"}}}
 _ERROR_DESCRIPTIONS = {
-    "400": "A field or a value is invalid; `param` names the field.",
+    "400": "A field or a value is invalid; the error names the field.",
     "401": "The API key is missing or wrong.",
     "404": "There is no such model or response.",
     "409": "The name is taken, no KV memory is free, or another model is being loaded.",
@@ -50,7 +64,7 @@ _NAMED_PATHS = (
     "/v1/responses/{name}",
     "/v1/responses/{name}/input_items",
 )
-_STREAMED_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
+_STREAMED_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 # Route -> keys that every body with status 200 has.
 _REQUIRED_KEYS = {
     "/v1/completions": {"id", "object", "created", "model", "choices", "usage"},
@@ -58,6 +72,8 @@ _REQUIRED_KEYS = {
     "/v1/responses": {"id", "object", "created_at", "status", "model", "output", "usage"},
     "/v1/responses/{name}": {"id", "object"},
     "/v1/responses/{name}/input_items": {"object", "data", "first_id", "last_id", "has_more"},
+    "/v1/messages": {"id", "type", "role", "model", "content", "stop_reason", "stop_sequence", "usage"},
+    "/v1/messages/count_tokens": {"input_tokens"},
     "/tokenize": {"count", "max_model_len", "tokens"},
     "/detokenize": {"prompt"},
     "/tokenizer_info": {"tokenizer_class", "vocab_size", "model_max_length", "chat_template"},
@@ -86,7 +102,7 @@ def install_openapi(app: FastAPI) -> None:
         if app.openapi_schema is None:
             document = get_openapi(title=app.title, version=app.version, routes=app.routes)
             schemas = document.setdefault("components", {}).setdefault("schemas", {})
-            schemas["Error"] = _ERROR_SCHEMA
+            schemas |= {"Error": _ERROR_SCHEMA, "AnthropicError": _ANTHROPIC_ERROR_SCHEMA}
             for path, operations in document["paths"].items():
                 for method, operation in operations.items():
                     schemas |= operation.pop(_MODELS_KEY, {})
@@ -106,7 +122,8 @@ def _build_responses(path: str, has_body: bool) -> dict[str, Any]:
         codes.append("409")
     if has_body and path.startswith("/v1/"):
         codes += ["429", "504"]
-    error = _build_json_content({"$ref": _SCHEMA_REF.format(model="Error")})
+    name = "AnthropicError" if is_anthropic_path(path) else "Error"
+    error = _build_json_content({"$ref": _SCHEMA_REF.format(model=name)})
     responses: dict[str, Any] = {
         code: {"description": _ERROR_DESCRIPTIONS[code], "content": error} for code in sorted(codes)
     }

@@ -9,14 +9,17 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from tests.support.server.hostile_messages import CONVERSATIONS, PROMPT_FIELDS, SAMPLING_FIELDS, TOOL
 from tests.support.server.hostile_wire import CANARY, CHUNK, HostileRequest, get, post, post_chunked
 
 COMPLETE, CHAT, TOKENIZE, DETOKENIZE = "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"
-RESPONSES = "/v1/responses"
+RESPONSES, MESSAGES, COUNT = "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"
 BODIES: dict[str, dict[str, Any]] = {
     COMPLETE: {"prompt": CANARY, "max_tokens": 2},
     CHAT: {"messages": [{"role": "user", "content": CANARY}], "max_tokens": 2},
     RESPONSES: {"input": CANARY, "max_output_tokens": 2},
+    MESSAGES: {"messages": [{"role": "user", "content": CANARY}], "max_tokens": 2},
+    COUNT: {"messages": [{"role": "user", "content": CANARY}]},
     TOKENIZE: {"prompt": CANARY},
     DETOKENIZE: {"tokens": [9]},
 }
@@ -33,6 +36,7 @@ def corpus(vocab_size: int, context: int) -> Iterator[HostileRequest]:
     yield from _chats()
     yield from _tools()
     yield from _responses()
+    yield from _messages()
     yield from _unknown()
     yield from _tokens(vocab_size)
     yield from _bodies()
@@ -65,7 +69,12 @@ def keys(key: str) -> Iterator[HostileRequest]:
     for value in (b"Basic " + basic, b"Basic " + basic[:-3], b"Basic \xff\xff", b"Bearer \xff\x80", key.encode()):
         yield HostileRequest(f"key: {value[:9]!r}", get("/v1/models", authorization=value))
     yield HostileRequest("key: in the query", get(f"/v1/models?api_key={key}&key={key}"))
-    yield HostileRequest("key: in x-api-key", get("/v1/models", **{"x-api-key": key.encode()}))
+    for wrong in (key[:-1], key + "x", "", f"Bearer {key}", key * 10000):
+        yield HostileRequest(
+            f"key: {wrong[:9]} in x-api-key", get("/v1/models", **{"x-api-key": wrong.encode()}), may_close=True
+        )
+    right = {"authorization": b"Bearer a", "x-api-key": key.encode()}
+    yield HostileRequest("key: in x-api-key beside a wrong one", get("/v1/models", **right))
     yield HostileRequest("key: in a cookie", get("/v1/models", cookie=b"authorization=Bearer " + key.encode()))
     for path in ("//health", "/health/", "/health/../v1/models", "/health%2f..%2fv1/models", "/ready;/v1/models",
                  "/HEALTH", "/v1/models?/health", "/%2e%2e/health/../metrics"):  # fmt: skip
@@ -401,6 +410,27 @@ def _responses() -> Iterator[HostileRequest]:
         yield HostileRequest(f"GET input_items?{query}", get(f"{RESPONSES}/none/input_items?{query}"))
     for path in ("cancel", "compact", "input_items/x"):
         yield HostileRequest(f"POST {path}", post(f"{RESPONSES}/none/{path}", {}))
+
+
+def _messages() -> Iterator[HostileRequest]:
+    for i, value in enumerate(CONVERSATIONS):
+        for path in (MESSAGES, COUNT):
+            yield _make_request(f"messages {i}", path, {"messages": value}, "messages")
+    yield _make_request("a long system", MESSAGES, {"system": "ab " * (MEGA // 2)}, "messages")
+    for i, (name, value) in enumerate(PROMPT_FIELDS):
+        for path in (MESSAGES, COUNT):
+            yield _make_request(f"{name} {i}", path, {name: value}, name)
+    for i, (name, value) in enumerate(SAMPLING_FIELDS):
+        yield _make_request(f"{name} {i}", MESSAGES, {name: value}, name)
+    yield _make_request("max_tokens in a count", COUNT, {"max_tokens": 3}, "max_tokens")
+    chosen = {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "b"}}
+    yield _make_request("another tool", MESSAGES, chosen, "tool_choice")
+    for path in ("batches", "batches/none", "count_tokens/x", "%00", "..%2f..", "x" * 7000):
+        yield HostileRequest(f"{MESSAGES}/{path[:12]}", post(f"{MESSAGES}/{path}", {}), may_close=True)
+    for text in (b"", b"{", b"[]", b"null", b'{"a":' * 10_000, b"\xff", b'"' * MEGA):
+        yield HostileRequest(f"a message {text[:12]!r}", post(MESSAGES, text))
+    yield HostileRequest("a message of 10 MB", post(MESSAGES, b" " * (10 * MEGA)), may_close=True)
+    yield HostileRequest("a message as text", post(MESSAGES, {}, b"text/plain"))
 
 
 def _unknown() -> Iterator[HostileRequest]:

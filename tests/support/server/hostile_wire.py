@@ -12,11 +12,13 @@ CANARY = "canaryprompt5f1e"
 CHUNK = 1 << 16
 _INTERNALS = re.compile(r"Traceback|/\w+/\w+|\.py\b|0x[0-9a-f]{6}|object at|<class|pydantic|starlette|foredraft\.")
 
+_MESSAGES_PATTERN = re.compile(rb"\w+ /v1/messages[/? ]")
+
 
 @dataclass(frozen=True)
 class HostileRequest:
     """`fields`: what the answer must name, one of them; `may_pass`: an odd request that need not be refused;
-    `may_close`: the HTTP layer may end the connection without a word, or without OpenAI's error body."""
+    `may_close`: the HTTP layer may end the connection without a word, or without an error body."""
 
     name: str
     data: bytes = field(repr=False)
@@ -64,16 +66,25 @@ def find_fault(asked: HostileRequest, answer: WireAnswer, secret: str = CANARY) 
 def _find_body_fault(asked: HostileRequest, answer: WireAnswer) -> str | None:
     try:
         error = answer.error
+        has_shape = _check_shape(asked, answer)
     except (ValueError, KeyError, TypeError):
-        return "the answer is no error of OpenAI's shape"
-    if set(error) != {"message", "type", "param", "code"} or error["code"] != answer.status:
-        return "the answer is no error of OpenAI's shape"
+        has_shape = False
+    if not has_shape:
+        return "the answer is no error of its route's shape"
     shown = [word for word in _INTERNALS.findall(error["message"]) if word.encode() not in asked.data]
     if not error["message"] or shown:
         return "the message shows what is inside"
-    if asked.fields and not any(name in f"{error['param']} {error['message']}" for name in asked.fields):
+    if asked.fields and not any(name in f"{error.get('param')} {error['message']}" for name in asked.fields):
         return "the field is not named"
     return None
+
+
+def _check_shape(asked: HostileRequest, answer: WireAnswer) -> bool:
+    """Return True for an error of OpenAI's shape, or of Anthropic's on the routes of its API."""
+    if _MESSAGES_PATTERN.match(asked.data):
+        body = json.loads(answer.body)
+        return set(body) == {"type", "error"} and body["type"] == "error" and set(body["error"]) == {"type", "message"}
+    return set(answer.error) == {"message", "type", "param", "code"} and answer.error["code"] == answer.status
 
 
 def post(path: str, body: Any, content_type: bytes = b"application/json", **headers: bytes) -> bytes:
