@@ -191,6 +191,7 @@ def test_a_required_call_follows_its_schema(plain, choice: dict[str, Any], names
         ('{"a": "b", "c": "Kö', {"a": "b"}),
         ('{"a": 1e999}', {"INVALID_JSON": '{"a": 1e999}'}),
         ('{"a": NaN}', {"INVALID_JSON": '{"a": NaN}'}),
+        ('{"a": "\\ud800"}', {"INVALID_JSON": '{"a": "\\ud800"}'}),
         ('{"a":' * 99, {"INVALID_JSON": '{"a":' * 99}),
         (f'{{"a": {"1" * 5000}}}', {"INVALID_JSON": f'{{"a": {"1" * 5000}}}'}),
         ("[1]", {"INVALID_JSON": "[1]"}),

@@ -104,7 +104,7 @@ def parse_input(text: str) -> dict[str, Any]:
     for read in readers:
         try:
             value = read(text or "{}")
-            json.dumps(value, allow_nan=False)
+            json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
         except ValueError:
             continue
         if isinstance(value, dict):
