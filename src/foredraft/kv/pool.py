@@ -3,12 +3,13 @@
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from foredraft.kernels.arena import allocate_zeros
+from foredraft.kernels.gpu.loading import GPUKernels
 from foredraft.kv.allocator import NULL_PAGE
 
 LayerAddresses: TypeAlias = tuple["ctypes.Array[ctypes.c_void_p]", "ctypes.Array[ctypes.c_void_p]"]
@@ -25,7 +26,13 @@ class KVPool:
     is_native: bool = False  # allocate for native kernels
     capacity: int | None = None  # upper limit on slots; None = unlimited
     layers: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # layer -> (keys, values), each [S, H, D]
+    kernels: GPUKernels | None = None  # store, attend and move; None = native kernels or torch's operators
     _layer_addresses: "LayerAddresses | None" = None  # cached `addresses`; None after a layer has grown
+    _pointer_table: Any = None  # of all layers, for `kernels.move`; None after a layer has grown
+
+    def make_empty(self) -> "KVPool":
+        """Return a new pool for the same kernels."""
+        return KVPool(self.is_native, kernels=self.kernels)
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor, num_slots: int) -> tuple[Tensor, Tensor]:
         """Store keys and values of one layer.
@@ -46,8 +53,11 @@ class KVPool:
                 self._grow_layer(tensors and tensors[0], keys, num_slots),
                 self._grow_layer(tensors and tensors[1], values, num_slots),
             )
-        tensors[0].index_copy_(0, slots, keys)
-        tensors[1].index_copy_(0, slots, values)
+        if self.kernels is not None:
+            self.kernels.store(keys, values, slots, *tensors)
+        else:
+            tensors[0].index_copy_(0, slots, keys)
+            tensors[1].index_copy_(0, slots, values)
         return tensors
 
     def reserve(self, like: Sequence[Tensor], num_slots: int) -> None:
@@ -64,7 +74,7 @@ class KVPool:
     def clear(self) -> None:
         """Free all tensors; the content is lost."""
         self.layers.clear()
-        self._layer_addresses = None
+        self._layer_addresses = self._pointer_table = None
 
     @property
     def addresses(self) -> LayerAddresses:
@@ -76,7 +86,7 @@ class KVPool:
         return self._layer_addresses
 
     def _grow_layer(self, old: Tensor | None, like: Tensor, num_slots: int) -> Tensor:
-        self._layer_addresses = None
+        self._layer_addresses = self._pointer_table = None
         size = 1 << (num_slots - 1).bit_length()  # doubling keeps the copies a constant share of the writes
         if self.capacity is not None:
             size = max(min(size, self.capacity), num_slots)
@@ -88,6 +98,13 @@ class KVPool:
 
     def move(self, sources: Tensor, targets: Tensor) -> None:
         """Copy slots to other slots in every layer, all reads before any write."""
+        if self.kernels is not None and len(sources) <= self.kernels.max_moves:
+            if self._pointer_table is None:
+                self._pointer_table = self.kernels.make_pointer_table(
+                    [x for pair in self.layers.values() for x in pair]
+                )
+            self.kernels.move(self._pointer_table, sources, targets)
+            return
         for keys, values in self.layers.values():
             keys.index_copy_(0, targets, keys.index_select(0, sources))
             values.index_copy_(0, targets, values.index_select(0, sources))

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from foredraft.kernels.gpu.rows import DeviceRows
 from foredraft.kernels.rows import PackedRows
 from foredraft.kv.allocator import NULL_PAGE
 from foredraft.source import EncoderSource
@@ -220,6 +221,11 @@ class ForwardBatch:
     def packed_rows(self) -> PackedRows:
         """Rows in the layout of the native code."""
         return PackedRows.pack(self.spans, self.logit_row_list, self.page_size)
+
+    @cached_property
+    def device_rows(self) -> DeviceRows:
+        """Rows in the layout of the GPU kernels."""
+        return DeviceRows.pack(self.packed_rows, [len(span.tokens) for span in self.spans], self.device)
 
 
 def _build_groups(spans: Sequence[Span], page_size: int, device: torch.device | str) -> tuple[AttentionGroup, ...]:

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from foredraft.errors import ForedraftError
 from foredraft.kernels.cpu.library import load_library
+from foredraft.kernels.gpu.loading import select_kernels
 from foredraft.kernels.linear import DTYPE_KINDS, PackedWeight
 from foredraft.kernels.quantize import PackWeight, select_packers
 from foredraft.kernels.weight_sharing import WeightIndex
@@ -98,7 +99,7 @@ class HFModel:
             fused = NativeDecoder.from_model(model, windows, *packers, is_owned)
         elif quantization is not None or (is_native and is_owned and model.dtype in DTYPE_KINDS):
             model = pack_linears(model, quantization, is_owned, probe_attention, packers)
-        pool = KVPool(is_native)
+        pool = KVPool(is_native, kernels=select_kernels(model.device))
         return cls(model, name, pool, sum(call.kv_elements for call in calls), count, fused)
 
     def with_context(self, max_tokens: int | None) -> "HFModel":
@@ -121,7 +122,7 @@ class HFModel:
 
     def with_new_kv(self) -> "HFModel":
         """Return a copy with the same weights and a new KV pool."""
-        return replace(self, pool=KVPool(self.pool.is_native))
+        return replace(self, pool=self.pool.make_empty())
 
     def close(self) -> None:
         """End what outlives the last reference to this target and its copies with new KV: nothing in one process."""

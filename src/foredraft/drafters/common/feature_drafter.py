@@ -37,6 +37,7 @@ from foredraft.drafters.draft import to_token_tree
 from foredraft.drafters.method import DrafterContext
 from foredraft.drafters.spec import DrafterSpec
 from foredraft.kernels.cpu.library import load_library
+from foredraft.kernels.gpu.loading import select_kernels
 from foredraft.kv.draft_kv import DraftKV
 from foredraft.kv.pool import KVPool
 from foredraft.kv.weak import bind_weakly
@@ -267,7 +268,8 @@ def make_feature_lm(
     is_native = context.fused and context.device.type == "cpu" and load_library() is not None
     shape: Any = network.shape  # type: ignore[attr-defined]
     native = make_native(network) if is_native else None
-    return FeatureLM(network, context.dtype, KVPool(is_native), native, shape.block.sliding_windows)
+    pool = KVPool(is_native, kernels=select_kernels(context.device))
+    return FeatureLM(network, context.dtype, pool, native, shape.block.sliding_windows)
 
 
 def _compute_bytes_per_token(lm: FeatureLM) -> int:
