@@ -96,7 +96,7 @@ def test_one_program_and_one_per_split_give_the_same_bits(heads: Heads) -> None:
 
 @EACH_LAYER
 def test_a_row_has_the_bits_of_the_same_sequence_decoded_alone(heads: Heads) -> None:
-    """In a tree, in a chain or in a prompt; with other requests beside it, and on other pages."""
+    """Rows of a tree, of a chain and of a prompt, with other requests beside them and on other pages."""
     case, together = make_case(heads), run_case(heads, SPLITS)
     rows = (3, 5, 12, 18) if len(together) > 12 else (4, 5)
     for row in rows:

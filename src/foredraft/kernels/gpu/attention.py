@@ -71,6 +71,17 @@ def merge_softmax(m, mass, acc, m_next, mass_next, acc_next):  # [N], [N], [N, D
 
 
 @triton.jit
+def start_softmax(sinks, heads, M: tl.constexpr, DVP: tl.constexpr, HAS_SINKS: tl.constexpr):
+    """Start the softmax of M lines, of which an attention sink is the first part: a weight without a value."""
+    m = tl.full([M], float("-inf"), tl.float32)
+    mass = tl.zeros([M], tl.float32)
+    if HAS_SINKS:
+        m = tl.load(sinks + heads).to(tl.float32) * LOG2_E
+        mass = tl.full([M], 1.0, tl.float32)
+    return m, mass, tl.zeros([M, DVP], tl.float32)
+
+
+@triton.jit
 def compute_scores(q, k, scale, softcap, HAS_CAP: tl.constexpr, DOT_FP32: tl.constexpr):  # [M, D], [TILE, D]
     """Compute scores [M, TILE] in units of log2."""
     if DOT_FP32:
@@ -221,12 +232,7 @@ def attend_part(
     target = row.to(tl.int64) * HEADS + head
     is_stored = is_line[:, None] & (dv < DV)[None, :]
     if IS_WHOLE:
-        m = tl.full([M], float("-inf"), tl.float32)
-        mass = tl.zeros([M], tl.float32)
-        acc = tl.zeros([M, DVP], tl.float32)
-        if HAS_SINKS:
-            m = tl.load(sinks + head).to(tl.float32) * LOG2_E
-            mass = tl.full([M], 1.0, tl.float32)
+        m, mass, acc = start_softmax(sinks, head, M, DVP, HAS_SINKS)
         for s in range(first_split, last_split + 1):
             m_s, mass_s, acc_s = attend_split(
                 q, keys, values, pages, tails, path, start, rank, line_row, count, shared, low, s, kv_head, scale,
@@ -258,12 +264,7 @@ def attend_join(
     dv = tl.arange(0, DVP)
     one = tl.arange(0, 1)
     target = row.to(tl.int64) * HEADS + head
-    m = tl.full([1], float("-inf"), tl.float32)
-    mass = tl.zeros([1], tl.float32)
-    acc = tl.zeros([1, DVP], tl.float32)
-    if HAS_SINKS:
-        m = tl.load(sinks + head + one).to(tl.float32) * LOG2_E
-        mass = tl.full([1], 1.0, tl.float32)
+    m, mass, acc = start_softmax(sinks, head + one, 1, DVP, HAS_SINKS)
     for split in tl.range(low // SPLIT, rank // SPLIT + 1, num_stages=JOIN_STAGES):
         at = target + split * (num_rows.to(tl.int64) * HEADS)
         m_s, mass_s = tl.load(sums + at * 2 + one), tl.load(sums + at * 2 + 1 + one)
