@@ -7,7 +7,6 @@ import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from random import Random
-from typing import Any
 
 import pytest
 import torch
@@ -59,34 +58,41 @@ class AttentionCase:
     sinks: Tensor | None
     rows: PackedRows
     counts: Sequence[int]  # rows of each request; requests without rows may stand between others
+    page_size: int = PAGE_SIZE
     scale: float = 0.2
 
     @classmethod
     def make(
-        cls, heads: Heads, spans: Sequence[Span], dtype: torch.dtype = torch.float32, seed: int = 0,
-        counts: Sequence[int] | None = None,
+        cls, heads: Heads, spans: Sequence[Span], dtype: torch.dtype = torch.float32, page_size: int = PAGE_SIZE,
+        num_pages: int = NUM_PAGES,
     ) -> "AttentionCase":  # fmt: skip
-        rows = PackedRows.pack(spans, [0], PAGE_SIZE)
-        noise = torch.Generator().manual_seed(seed)
+        """Make a case with random numbers; the pages of the spans lie below `num_pages`."""
+        rows = PackedRows.pack(spans, [0], page_size)
+        noise = torch.Generator().manual_seed(0)
         value_width = heads.value_width or heads.width
         num_heads = heads.group * heads.kv_heads
         query = torch.randn(rows.num_rows, num_heads, heads.width, generator=noise).to(dtype)
-        keys = torch.randn(NUM_PAGES * PAGE_SIZE, heads.kv_heads, heads.width, generator=noise).to(dtype)
-        values = torch.randn(NUM_PAGES * PAGE_SIZE, heads.kv_heads, value_width, generator=noise).to(dtype)
+        keys = torch.randn(num_pages * page_size, heads.kv_heads, heads.width, generator=noise).to(dtype)
+        values = torch.randn(num_pages * page_size, heads.kv_heads, value_width, generator=noise).to(dtype)
         sinks = torch.randn(num_heads, generator=noise).to(dtype) if heads.has_sinks else None
         seen = sorted({slot for row in range(rows.num_rows) for slot in rows.list_slots(row)})
         unseen = torch.ones(len(keys), dtype=torch.bool)
         unseen[seen] = False
         keys[unseen], values[unseen] = torch.nan, torch.nan
-        return cls(heads, spans, query, keys, values, sinks, rows, counts or [len(span.tokens) for span in spans])
+        counts = [len(span.tokens) for span in spans]
+        return cls(heads, spans, query, keys, values, sinks, rows, counts, page_size)
 
-    def run(self, **plan: Any) -> Tensor:
-        """Run the kernel with small tiles and splits, so that short rows have several."""
+    def run(self, **sizes: int) -> Tensor:
+        """Run the kernel with small tiles and splits, so that short rows have several; `sizes` change its plan."""
+        return self.run_plan(**({"tile": 16, "split": 32} | sizes))
+
+    def run_plan(self, **sizes: int) -> Tensor:
+        """Run the kernel with the plan of the layer, or with other sizes."""
         from foredraft.kernels.gpu.attention import AttentionPlan, attend
 
         heads = self.heads
-        sizes = {"tile": 16, "split": 32} | plan
-        chosen = replace(AttentionPlan.make(heads.group, heads.width, self.keys.element_size()), **sizes)
+        width = max(heads.width, heads.value_width or 0)
+        chosen = replace(AttentionPlan.make(heads.group, width, self.keys.element_size()), **sizes)
         rows = DeviceRows.pack(self.rows, self.counts, DEVICE)
         query, keys, values = (x.to(DEVICE) for x in (self.query, self.keys, self.values))
         sinks = None if self.sinks is None else self.sinks.to(DEVICE)
@@ -109,8 +115,8 @@ class AttentionCase:
     def select_row(self, row: int, seed: int = 5) -> "AttentionCase":
         """Decode the same sequence up to one row alone, as a committed sequence on other pages."""
         seen = self.rows.list_slots(row)
-        (pages,) = scatter_pages([len(seen)], seed)
-        rows = PackedRows.pack([Span(pages, len(seen) - 1, [7], [0])], [0], PAGE_SIZE)
+        (pages,) = scatter_pages([len(seen)], seed, self.page_size, len(self.keys) // self.page_size)
+        rows = PackedRows.pack([Span(pages, len(seen) - 1, [7], [0])], [0], self.page_size)
         keys, values = torch.full_like(self.keys, torch.nan), torch.full_like(self.values, torch.nan)
         keys[rows.list_slots(0)], values[rows.list_slots(0)] = self.keys[seen], self.values[seen]
         return replace(self, query=self.query[row : row + 1], keys=keys, values=values, rows=rows, counts=[1])
@@ -119,15 +125,17 @@ class AttentionCase:
         """Run one request without the others."""
         begin = sum(len(span.tokens) for span in self.spans[:index])
         span = self.spans[index]
-        rows = PackedRows.pack([span], [0], PAGE_SIZE)
+        rows = PackedRows.pack([span], [0], self.page_size)
         return replace(self, query=self.query[begin : begin + rows.num_rows], rows=rows, counts=[rows.num_rows])
 
 
-def scatter_pages(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
+def scatter_pages(
+    lengths: Sequence[int], seed: int = 0, page_size: int = PAGE_SIZE, num_pages: int = NUM_PAGES
+) -> list[list[int]]:
     """Assign pages in random order to requests of these lengths."""
-    free = list(range(1, NUM_PAGES))
+    free = list(range(1, num_pages))
     Random(seed).shuffle(free)
-    return [[free.pop() for _ in range(-(-length // PAGE_SIZE))] for length in lengths]
+    return [[free.pop() for _ in range(-(-length // page_size))] for length in lengths]
 
 
 def make_chain(pages: Sequence[int], start: int, size: int) -> Span:
@@ -143,7 +151,7 @@ def make_tree(pages: Sequence[int], start: int, parents: Sequence[int] = TREE) -
 
 def make_mixed_spans(seed: int = 0) -> list[Span]:
     """Make a long tree, a lone token, a prompt without committed tokens, and a chain that crosses a split."""
-    starts, sizes = (69, 16, 0, 29), (len(TREE), 1, 9, 5)
+    starts, sizes = (78, 16, 0, 29), (len(TREE), 1, 9, 5)
     pages = scatter_pages([a + b for a, b in zip(starts, sizes, strict=True)], seed)
     return [make_tree(pages[0], starts[0])] + [make_chain(pages[i], starts[i], sizes[i]) for i in (1, 2, 3)]
 

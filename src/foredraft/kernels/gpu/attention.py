@@ -328,19 +328,20 @@ def attend(
     sums = query.new_empty((num_splits, num_rows, heads, 2) if has_parts else (0,), dtype=torch.float32)
     sinks_or_none = out if sinks is None else sinks.contiguous()  # not read without sinks
     reach = window or NO_WINDOW
-    attend_part[(num_rows // plan.rows + rows.num_requests, kv_heads, num_splits)](
-        query, keys, values, out, parts, sums, sinks_or_none,
-        rows.pages, rows.page_at, rows.tails, rows.tail_at, rows.start, rows.tail, rows.first_row,
-        rows.num_requests, num_rows, query.stride(0), query.stride(1), reach, float(scale), float(softcap),
-        HEADS=heads, KV_HEADS=kv_heads, D=d, DV=dv, DP=pad_width(d), DVP=pad_width(dv), PAGE=rows.page_size,
-        M=plan.lines, ROWS=plan.rows, TILE=plan.tile, SPLIT=plan.split, IS_WHOLE=not has_parts,
-        HAS_CAP=softcap != 0, HAS_SINKS=sinks is not None, DOT_FP32=query.device.type == "cpu",
-        num_warps=plan.num_warps, num_stages=plan.num_stages, enable_fp_fusion=False,
-    )  # fmt: skip
-    if has_parts:
-        attend_join[(num_rows, heads)](
-            parts, sums, sinks_or_none, out, rows.start, rows.tail, num_rows, reach,
-            HEADS=heads, DV=dv, DVP=pad_width(dv), SPLIT=plan.split, HAS_SINKS=sinks is not None,
-            num_warps=1, enable_fp_fusion=False,
+    with torch.cuda.device_of(query):  # triton launches on the current device
+        attend_part[(num_rows // plan.rows + rows.num_requests, kv_heads, num_splits)](
+            query, keys, values, out, parts, sums, sinks_or_none,
+            rows.pages, rows.page_at, rows.tails, rows.tail_at, rows.start, rows.tail, rows.first_row,
+            rows.num_requests, num_rows, query.stride(0), query.stride(1), reach, float(scale), float(softcap),
+            HEADS=heads, KV_HEADS=kv_heads, D=d, DV=dv, DP=pad_width(d), DVP=pad_width(dv), PAGE=rows.page_size,
+            M=plan.lines, ROWS=plan.rows, TILE=plan.tile, SPLIT=plan.split, IS_WHOLE=not has_parts,
+            HAS_CAP=softcap != 0, HAS_SINKS=sinks is not None, DOT_FP32=query.device.type == "cpu",
+            num_warps=plan.num_warps, num_stages=plan.num_stages, enable_fp_fusion=False,
         )  # fmt: skip
+        if has_parts:
+            attend_join[(num_rows, heads)](
+                parts, sums, sinks_or_none, out, rows.start, rows.tail, num_rows, reach,
+                HEADS=heads, DV=dv, DVP=pad_width(dv), SPLIT=plan.split, HAS_SINKS=sinks is not None,
+                num_warps=1, enable_fp_fusion=False,
+            )  # fmt: skip
     return out

@@ -83,6 +83,7 @@ def move(table: PointerTable, sources: Tensor, targets: Tensor) -> None:
         raise ForedraftError(f"one launch moves 1 to {MAX_MOVES} slots to as many; got {count} and {len(targets)}")
     moves = triton.next_power_of_2(count)
     columns = min(max(NUMBERS // moves, 1), triton.next_power_of_2(table.widest))
-    move_slots[(len(table.widths), triton.cdiv(table.widest, columns))](
-        table.addresses, table.widths, sources, targets, count, MOVES=moves, COLUMNS=columns, num_warps=4
-    )
+    with torch.cuda.device_of(sources):  # triton launches on the current device
+        move_slots[(len(table.widths), triton.cdiv(table.widest, columns))](
+            table.addresses, table.widths, sources, targets, count, MOVES=moves, COLUMNS=columns, num_warps=4
+        )

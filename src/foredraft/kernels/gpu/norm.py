@@ -1,5 +1,6 @@
 """Root-mean-square norm of rows, with the addition of a residual before it."""
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -13,7 +14,7 @@ MAX_WARPS = 16
 @triton.jit(do_not_specialize=["x_row", "residual_row"])
 def normalize_row(
     x, residual, weight, out, total, x_row, residual_row, eps,
-    WIDTH: tl.constexpr, PAD: tl.constexpr, HAS_RESIDUAL: tl.constexpr, OFFSET: tl.constexpr,
+    WIDTH: tl.constexpr, PAD: tl.constexpr, HAS_RESIDUAL: tl.constexpr, IS_OFFSET: tl.constexpr,
 ):  # fmt: skip
     """Normalise one row. Grid (rows,): the order of the sum depends on the width alone."""
     row = tl.program_id(0).to(tl.int64)
@@ -28,9 +29,9 @@ def normalize_row(
         tl.store(total + row * WIDTH + i, numbers, mask=is_inside)
     wide = numbers.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
-    factors = tl.load(weight + i, mask=is_inside, other=0.0).to(tl.float32) + OFFSET
-    if OFFSET:  # noqa: SIM108 # Gemma multiplies before it rounds
-        result = wide * scale * factors
+    factors = tl.load(weight + i, mask=is_inside, other=0.0).to(tl.float32)
+    if IS_OFFSET:  # noqa: SIM108 # Gemma multiplies before it rounds
+        result = wide * scale * (1.0 + factors)
     else:
         result = (wide * scale).to(kind).to(tl.float32) * factors
     tl.store(out + row * WIDTH + i, result.to(kind), mask=is_inside)
@@ -67,9 +68,10 @@ def normalize(
     out = x.new_empty(num_rows, width)
     total = x if residual is None else x.new_empty(num_rows, width)
     pad = triton.next_power_of_2(width)
-    normalize_row[(num_rows,)](
-        x, added, weight.contiguous(), out, total, x.stride(0), added.stride(0), eps,
-        WIDTH=width, PAD=pad, HAS_RESIDUAL=residual is not None, OFFSET=float(is_offset),
-        num_warps=min(max(triton.next_power_of_2(pad // NUMBERS_PER_WARP), 1), MAX_WARPS), enable_fp_fusion=False,
-    )  # fmt: skip
+    with torch.cuda.device_of(x):  # triton launches on the current device
+        normalize_row[(num_rows,)](
+            x, added, weight.contiguous(), out, total, x.stride(0), added.stride(0), eps,
+            WIDTH=width, PAD=pad, HAS_RESIDUAL=residual is not None, IS_OFFSET=is_offset,
+            num_warps=min(max(triton.next_power_of_2(pad // NUMBERS_PER_WARP), 1), MAX_WARPS), enable_fp_fusion=False,
+        )  # fmt: skip
     return out, total

@@ -1,5 +1,6 @@
 """Stores of keys and values to paged KV: of finished keys, and fused with rotary position embeddings."""
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -90,11 +91,12 @@ def store(
     k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
     _check_cache(k, v, slots, keys, values)
     heads, d, dv = k.shape[1], k.shape[2], v.shape[2]
-    store_rows[(len(k),)](
-        k, v, slots, keys, values, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-        D=d, DV=dv, HEADS=heads, KP=triton.next_power_of_2(heads * d), VP=triton.next_power_of_2(heads * dv),
-        num_warps=NUM_WARPS,
-    )  # fmt: skip
+    with torch.cuda.device_of(k):  # triton launches on the current device
+        store_rows[(len(k),)](
+            k, v, slots, keys, values, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+            D=d, DV=dv, HEADS=heads, KP=triton.next_power_of_2(heads * d), VP=triton.next_power_of_2(heads * dv),
+            num_warps=NUM_WARPS,
+        )  # fmt: skip
 
 
 def rotate_and_store(
@@ -127,12 +129,13 @@ def rotate_and_store(
             f"{d // 2}; got {list(cos.shape)} and {list(sin.shape)}"
         )
     rotated = q.new_empty(q.shape)
-    rotate_and_store_rows[(num_rows, heads + kv_heads)](
-        q, k, v, cos, sin, slots, rotated, keys, values,
-        q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-        HEADS=heads, KV_HEADS=kv_heads, D=d, DV=dv, HALF=half, HALF_PAD=triton.next_power_of_2(half),
-        PAD=triton.next_power_of_2(d), VALUE_PAD=triton.next_power_of_2(dv), num_warps=1, enable_fp_fusion=False,
-    )  # fmt: skip
+    with torch.cuda.device_of(k):
+        rotate_and_store_rows[(num_rows, heads + kv_heads)](
+            q, k, v, cos, sin, slots, rotated, keys, values,
+            q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+            HEADS=heads, KV_HEADS=kv_heads, D=d, DV=dv, HALF=half, HALF_PAD=triton.next_power_of_2(half),
+            PAD=triton.next_power_of_2(d), VALUE_PAD=triton.next_power_of_2(dv), num_warps=1, enable_fp_fusion=False,
+        )  # fmt: skip
     return rotated
 
 
