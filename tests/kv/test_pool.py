@@ -1,5 +1,6 @@
 """Keys and values by slot: writes, growth and compaction against a list of what each slot should hold."""
 
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -8,7 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from foredraft.kernels.gpu.loading import load_kernels
 from foredraft.kv.pool import KVPool, compact_accepted, get_slot, plan_moves
+from tests.support.gpu_cases import DEVICE, TRITON
 
 PAGE_SIZE = 4
 CPU = torch.device("cpu")
@@ -86,6 +89,27 @@ def test_paths_that_overlap_their_targets_are_read_before_they_are_written() -> 
     # node 2 -> 1 and node 3 -> 2: an in-place copy, one by one and backwards, would lose node 2
     sources, targets = plan_moves([[0, 2, 3]], [0], [[1]], PAGE_SIZE)
     assert (sources, targets) == ([6, 7], [5, 6])
+
+
+@TRITON
+@pytest.mark.parametrize("max_moves", [1024, 2], ids=["kernel", "more moves than one launch takes"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_pool_on_gpu_kernels_holds_what_one_on_torch_holds(max_moves: int, dtype: torch.dtype) -> None:
+    """After it has grown too: the addresses that a move uses must not be those of the freed tensors."""
+    kernels = replace(load_kernels(), max_moves=max_moves)
+    pools, freed = [KVPool(), KVPool(kernels=kernels).make_empty()], []
+    for size, sources, targets in ((9, [5, 6, 8], [4, 5, 6]), (40, [30, 7, 31], [7, 30, 8])):
+        numbers = list(range(size, 2 * size))
+        for pool in pools:
+            for layer in (0, 1):
+                keys, values = (x.to(DEVICE) for x in marks(numbers, dtype))
+                pool.write(layer, torch.arange(size, device=DEVICE), keys, values, size)
+            freed += list(pool.layers.values())  # kept, so that a write to them changes nothing else
+            pool.move(torch.tensor(sources, device=DEVICE), torch.tensor(targets, device=DEVICE))
+        for layer in (0, 1):
+            for ours, theirs in zip(pools[1].layers[layer], pools[0].layers[layer], strict=True):
+                assert torch.equal(ours, theirs)
+    assert len(freed) == 8
 
 
 def test_the_check_of_the_null_page_finds_a_write() -> None:

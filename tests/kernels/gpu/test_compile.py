@@ -20,7 +20,7 @@ CAPABILITIES = "90,80,100,120"
 # Shared memory of a program in bytes: a multiprocessor of capability 12.0 has 100 KB, that of 8.0 164 KB.
 MAX_SHARED, MAX_SHARED_FP32 = 48 * 1024, 72 * 1024
 # Bytes of a thread that lie in local memory, since it has at most 255 registers: a few addresses, outside the loops.
-MAX_SPILLED, MAX_SPILLED_FP32 = 64, 512
+MAX_SPILLED, MAX_SPILLED_FP32 = 256, 512
 
 
 def compile_kernels(selection: str, folder: Path) -> list[dict[str, Any]]:
