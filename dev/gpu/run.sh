@@ -11,7 +11,6 @@ dry=
 if [ "${1:-}" = --dry ]; then dry=--dry; shift; fi
 out=${1:-gpu-results}
 python=${PYTHON:-python}
-mkdir -p "$out"
 if [ -n "$dry" ]; then
   export TRITON_INTERPRET=1
 else
@@ -19,6 +18,7 @@ else
   "$python" -c 'import torch; assert torch.cuda.is_available()' 2>/dev/null ||
     { echo "error: torch finds no GPU here; --dry runs small cases without one" >&2; exit 1; }
 fi
+mkdir -p "$out"
 export PYTHONPATH="$PWD/src:$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 failed=0
 for part in check_kernels measure_attention; do

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from foredraft.errors import ForedraftError
+from foredraft.kernels.gpu.rows import DeviceRows
+from foredraft.kernels.rows import PackedRows
 from foredraft.models.forward_batch import Span
 from tests.models.test_forward_batch import spans as random_spans
 from tests.support.gpu_cases import (
@@ -29,11 +31,12 @@ from tests.support.gpu_cases import (
 )
 
 pytestmark = TRITON
+NO_WINDOW = 1 << 30
 WHOLE, SPLITS = 0, 1 << 20  # busy_programs: one program for all splits of a row, or one per split
 LAYERS = [
     Heads(1, 2),
     Heads(4, 1, 64, softcap=2.0),
-    Heads(8, 1, 128, window=9, has_sinks=True),
+    Heads(8, 1, 128, window=37, has_sinks=True),
     Heads(20, 1, 8, value_width=24, window=33, softcap=3.0, has_sinks=True),
     Heads(16, 1, 256),
 ]
@@ -91,7 +94,30 @@ def test_right_for_any_batch(spans: list[Span], heads: Heads, dtype: torch.dtype
 
 @EACH_LAYER
 def test_one_program_and_one_per_split_give_the_same_bits(heads: Heads) -> None:
+    """The longest rows of every layer here see three splits, so that both ways are taken."""
     assert torch.equal(run_case(heads, WHOLE), run_case(heads, SPLITS))
+
+
+@pytest.mark.parametrize(
+    ("start", "num_rows", "window", "is_split"),
+    [
+        (40, 1, NO_WINDOW, False),  # two splits
+        (70, 1, NO_WINDOW, True),
+        (70, 8, NO_WINDOW, True),
+        (70, 130, NO_WINDOW, False),  # the rows alone keep the GPU busy
+        (300, 1, 16, False),  # a row sees two splits at most
+        (300, 1, 40, True),
+    ],
+)
+def test_few_rows_over_many_keys_take_a_program_per_split(
+    start: int, num_rows: int, window: int, is_split: bool
+) -> None:
+    from foredraft.kernels.gpu.attention import AttentionPlan, uses_scratch
+
+    plan = AttentionPlan(lines=16, rows=4, tile=16, split=32, busy_programs=32)
+    packed = PackedRows.pack([make_chain(range(1, 120), start, num_rows)], [0], 4)
+    rows = DeviceRows.pack(packed, [num_rows], "cpu")
+    assert uses_scratch(plan, rows, window, 4, 1, 8) is is_split
 
 
 @EACH_LAYER

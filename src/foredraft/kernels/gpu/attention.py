@@ -23,6 +23,7 @@ TILE_BYTES = 16384  # most bytes of a tile of keys
 MAX_TILE, MIN_TILE = 64, 16  # ranks of a tile
 # From this number of programs on, one program computes all splits of its rows: the GPU is busy without more programs.
 BUSY_PROGRAMS = 128
+MIN_SPLITS = 3  # of a row; one program computes fewer in the time of a second launch
 MAX_SCRATCH = 1 << 28  # bytes of the results of splits; above, one program computes all splits of its rows
 NO_WINDOW = 1 << 30  # ranks; more than any sequence has
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -275,15 +276,24 @@ def attend_join(
     tl.store(out + offsets, result.to(out.dtype.element_ty), mask=(dv < DV)[None, :])
 
 
-def uses_scratch(plan: AttentionPlan, rows: DeviceRows, heads: int, kv_heads: int, width: int) -> bool:
+def uses_scratch(plan: AttentionPlan, rows: DeviceRows, window: int, heads: int, kv_heads: int, width: int) -> bool:
     """Return whether each split is a program of its own, whose results are joined by a second launch.
 
     The bits of the output are the same. The choice is for speed: a few rows over many keys need more programs.
+
+    Args:
+        plan: sizes of the programs.
+        rows: what each row sees.
+        window: keys that a row sees at most.
+        heads: query heads.
+        kv_heads: key heads.
+        width: numbers of a value.
     """
     num_splits = -(-rows.longest // plan.split)
+    num_seen = min(num_splits, -(-window // plan.split) + 1)  # splits that a row sees
     programs = (rows.num_rows // plan.rows + rows.num_requests) * kv_heads
     scratch = 4 * num_splits * rows.num_rows * heads * (width + 2)
-    return num_splits > 1 and programs < plan.busy_programs and scratch <= MAX_SCRATCH
+    return num_seen >= MIN_SPLITS and programs < plan.busy_programs and scratch <= MAX_SCRATCH
 
 
 def attend(
@@ -322,12 +332,12 @@ def attend(
         query = query.contiguous()
     plan = plan or AttentionPlan.make(heads // kv_heads, max(d, dv), keys.element_size())
     out = query.new_empty(num_rows, heads, dv)
-    has_parts = uses_scratch(plan, rows, heads, kv_heads, dv)
+    reach = window or NO_WINDOW
+    has_parts = uses_scratch(plan, rows, reach, heads, kv_heads, dv)
     num_splits = -(-rows.longest // plan.split) if has_parts else 1
     parts = query.new_empty((num_splits, num_rows, heads, dv) if has_parts else (0,), dtype=torch.float32)
     sums = query.new_empty((num_splits, num_rows, heads, 2) if has_parts else (0,), dtype=torch.float32)
     sinks_or_none = out if sinks is None else sinks.contiguous()  # not read without sinks
-    reach = window or NO_WINDOW
     with torch.cuda.device_of(query):  # triton launches on the current device
         attend_part[(num_rows // plan.rows + rows.num_requests, kv_heads, num_splits)](
             query, keys, values, out, parts, sums, sinks_or_none,
