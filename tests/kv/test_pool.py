@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from foredraft.errors import ForedraftError
 from foredraft.kernels.gpu.loading import load_kernels
 from foredraft.kv.pool import KVPool, compact_accepted, get_slot, plan_moves
 from tests.support.gpu_cases import DEVICE, TRITON
@@ -119,3 +120,31 @@ def test_the_check_of_the_null_page_finds_a_write() -> None:
     pool.write(2, torch.tensor([PAGE_SIZE - 1]), *marks([1]), 2 * PAGE_SIZE)
     with pytest.raises(AssertionError, match="layer 2 were written to the null page"):
         pool.check_null_page(PAGE_SIZE)
+
+
+def test_a_whole_pool_has_all_slots_at_the_first_write_and_keeps_its_addresses() -> None:
+    pool = KVPool(is_whole=True, capacity=40).make_empty()
+    pool.capacity = 40  # the engine sets it
+    addresses = set()
+    for slots in ([1], [39], [0, 7]):
+        pool.write(0, torch.tensor(slots), *marks(slots), max(slots) + 1)
+        assert [len(x) for x in pool.layers[0]] == [40, 40]
+        addresses.add(tuple(x.data_ptr() for x in pool.layers[0]))
+    assert len(addresses) == 1
+    assert read_slots(pool, 0, [0, 1, 7, 39, 5]) == [0, 1, 7, 39, 0]
+
+
+@pytest.mark.parametrize(("device", "is_whole"), [("cpu", False), ("cuda", True)])
+def test_pools_of_a_gpu_are_whole(device: str, is_whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("foredraft.kv.pool.select_kernels", lambda device: None)
+    assert KVPool.for_device(torch.device(device)).is_whole == is_whole
+
+
+def test_too_little_memory_names_the_option_that_helps(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*shape: object) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    keys, values = marks([1])
+    monkeypatch.setattr(Tensor, "new_zeros", fail)
+    with pytest.raises(ForedraftError, match=r"2 MiB for 65536 tokens.*--kv-memory"):
+        KVPool(is_whole=True, capacity=65536).write(0, torch.tensor([1]), keys, values, 2)

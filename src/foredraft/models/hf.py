@@ -12,7 +12,6 @@ from torch.nn import functional as F
 
 from foredraft.errors import ForedraftError
 from foredraft.kernels.cpu.library import load_library
-from foredraft.kernels.gpu.loading import select_kernels
 from foredraft.kernels.linear import DTYPE_KINDS, PackedWeight
 from foredraft.kernels.quantize import PackWeight, select_packers
 from foredraft.kernels.weight_sharing import WeightIndex
@@ -99,7 +98,7 @@ class HFModel:
             fused = NativeDecoder.from_model(model, windows, *packers, is_owned)
         elif quantization is not None or (is_native and is_owned and model.dtype in DTYPE_KINDS):
             model = pack_linears(model, quantization, is_owned, probe_attention, packers)
-        pool = KVPool(is_native, kernels=select_kernels(model.device))
+        pool = KVPool.for_device(model.device, is_native)
         return cls(model, name, pool, sum(call.kv_elements for call in calls), count, fused)
 
     def with_context(self, max_tokens: int | None) -> "HFModel":

@@ -37,7 +37,6 @@ from foredraft.drafters.draft import to_token_tree
 from foredraft.drafters.method import DrafterContext
 from foredraft.drafters.spec import DrafterSpec
 from foredraft.kernels.cpu.library import load_library
-from foredraft.kernels.gpu.loading import select_kernels
 from foredraft.kv.draft_kv import DraftKV
 from foredraft.kv.pool import KVPool
 from foredraft.kv.weak import bind_weakly
@@ -268,7 +267,7 @@ def make_feature_lm(
     is_native = context.fused and context.device.type == "cpu" and load_library() is not None
     shape: Any = network.shape  # type: ignore[attr-defined]
     native = make_native(network) if is_native else None
-    pool = KVPool(is_native, kernels=select_kernels(context.device))
+    pool = KVPool.for_device(context.device, is_native)
     return FeatureLM(network, context.dtype, pool, native, shape.block.sliding_windows)
 
 

@@ -1,8 +1,9 @@
-"""Rows of a forward pass in the layout of the GPU kernels: one int32 array on the device, copied in one transfer."""
+"""Rows of a forward pass on a device: inputs of the modules and of the GPU kernels, copied in one transfer."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 from foredraft.kernels.rows import PackedRows
 
 ALIGNMENT = 4  # numbers; every list begins at a multiple of 16 bytes, so that one compiled kernel takes all of them
-PAGES, PAGE_AT, TAILS, TAIL_AT, START, TAIL = range(2, 8)  # lists of `PackedRows.numbers`
+START, TAIL = 4, 5  # of the lists between `write` and `logit_rows`
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,11 @@ class DeviceRows:
     tree has its own: the path from node 0 down to itself. This takes the place of a mask.
     """
 
-    pages: Tensor  # page ids of all requests, one after the other
+    tokens: Tensor  # [T] int64 token ids
+    positions: Tensor  # [T] int64
+    write_slots: Tensor  # [T] int64 slots of the rows' own keys and values
+    logit_rows: Tensor  # [R] int64 rows that need logits
+    pages: Tensor  # page ids of all requests, one after the other; this and the next lists are int32
     page_at: Tensor  # [T] index in `pages` of the first page of the row's request
     tails: Tensor  # slots after the committed ones, in order
     tail_at: Tensor  # [T] index in `tails` of the row's first
@@ -45,19 +50,24 @@ class DeviceRows:
         """
         first_row = [0, *accumulate(counts)]
         assert first_row[-1] == rows.num_rows, "the requests have other rows"
-        lists = torch.split(rows.numbers, list(rows.counts))[PAGES : TAIL + 1]
-        parts = [*lists, torch.tensor(first_row, dtype=torch.int32)]
-        ends = list(accumulate(-(-len(part) // ALIGNMENT) * ALIGNMENT for part in parts))
-        is_cuda = torch.device(device).type == "cuda"
-        staging = torch.zeros(ends[-1], dtype=torch.int32, pin_memory=is_cuda)
-        starts = [0, *ends[:-1]]
-        for part, at in zip(parts, starts, strict=True):
-            staging[at : at + len(part)] = part
-        block = staging.to(device, non_blocking=True)
-        views = [block[at : at + len(part)] for part, at in zip(parts, starts, strict=True)]
+        tokens, write, *lists, logit_rows = torch.split(rows.numbers, list(rows.counts))
+        positions = lists[START] + lists[TAIL] - 1  # a row's tail is the path from node 0 down to itself
+        parts = [part.long() for part in (tokens, positions, write, logit_rows)]
+        views: Any = _copy_parts([*parts, *lists, torch.tensor(first_row, dtype=torch.int32)], device)
         record = rows.record
-        pages, page_at, tails, tail_at, start, tail, first = views
-        return cls(
-            pages, page_at, tails, tail_at, start, tail, first,
-            rows.num_rows, len(counts), int(record.max_keys), int(record.page_size),
-        )  # fmt: skip
+        sizes: Any = rows.num_rows, len(counts), int(record.max_keys), int(record.page_size)
+        return cls(*views, *sizes)
+
+
+def _copy_parts(parts: Sequence[Tensor], device: torch.device | str) -> list[Tensor]:
+    """Copy lists of int32 and int64 numbers to a device in one transfer, each to an aligned address of one block."""
+    numbers = [part.view(torch.int32) for part in parts]
+    ends = list(accumulate(-(-len(part) // ALIGNMENT) * ALIGNMENT for part in numbers))
+    starts = [0, *ends[:-1]]
+    staging = torch.zeros(ends[-1], dtype=torch.int32, pin_memory=torch.device(device).type == "cuda")
+    for part, at in zip(numbers, starts, strict=True):
+        staging[at : at + len(part)] = part
+    block = staging.to(device, non_blocking=True)
+    return [
+        block[at : at + len(number)].view(part.dtype) for part, number, at in zip(parts, numbers, starts, strict=True)
+    ]
