@@ -11,6 +11,7 @@ import argparse
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,7 @@ import torch
 from report import Report
 from torch import Tensor
 
-from foredraft.kernels.gpu.attention import attend
+from foredraft.kernels.gpu.attention import AttentionPlan, attend
 from foredraft.kv.pool import KVPool
 from foredraft.models.attention import paged_attention
 from foredraft.models.forward_batch import ForwardBatch, Span
@@ -28,6 +29,12 @@ from tests.support.gpu_cases import DEVICE, scatter_pages
 PAGE_SIZE = 16
 L2_BYTES = 300 << 20  # KV of all layers together, at least: several times the largest L2 cache
 REPEATS, WARMUP = 20, 3
+# (context, rows, lines of a program). More lines than 16 read the keys for more rows at once: prompts, wide trees.
+CASES = [(context, rows, 16) for context in (1 << 10, 1 << 13, 1 << 15) for rows in (1, 4, 8, 16, 64)]
+CASES += [
+    (1 << 13, rows, lines) for rows in (64, 512, 2048) for lines in (16, 32, 64, 128) if (rows, lines) != (64, 16)
+]
+DRY_CASES = [(300, 1, 16), (300, 4, 16), (40, 20, 64)]
 
 
 @dataclass(frozen=True)
@@ -101,9 +108,9 @@ class Setup:
         query = torch.randn(rows, layer.heads, layer.width, device=DEVICE, dtype=torch.bfloat16)
         return cls(batch, query, layers, layer.width**-0.5)  # type: ignore[arg-type]
 
-    def run_kernel(self) -> Tensor:
+    def run_kernel(self, plan: AttentionPlan | None = None) -> Tensor:
         for keys, values in self.layers:
-            out = attend(self.query, keys, values, self.batch.device_rows, self.scale)
+            out = attend(self.query, keys, values, self.batch.device_rows, self.scale, plan=plan)
         return out
 
     def run_torch(self) -> Tensor:
@@ -119,17 +126,21 @@ class Setup:
         return out[0]
 
 
-def measure(layer: Layer, context: int, rows: int, bandwidth: float, is_dry: bool) -> tuple[bool, dict[str, Any]]:
+def measure(
+    layer: Layer, context: int, rows: int, lines: int, bandwidth: float, is_dry: bool
+) -> tuple[bool, dict[str, Any]]:
     per_layer = (context + rows) * layer.bytes_per_token
     num_layers = 1 if is_dry else max(1, min(32, -(-L2_BYTES // per_layer)))
     setup = Setup.make(layer, context, rows, num_layers)
-    error = (setup.run_kernel().float() - setup.run_torch().float()).abs().max().item()
+    plan = AttentionPlan.make(layer.heads // layer.kv_heads, layer.width, torch.bfloat16.itemsize, lines)
+    run_kernel = partial(setup.run_kernel, plan)
+    error = (run_kernel().float() - setup.run_torch().float()).abs().max().item()
     bound = 4 * torch.finfo(torch.bfloat16).eps  # outputs are means of many values and lie below 4
     figures: dict[str, Any] = {"layers": num_layers, "error": f"{error:.1e}"}
     if not is_dry:
         repeats = REPEATS
-        graph = measure_seconds(capture(setup.run_kernel), repeats) / num_layers
-        eager = measure_seconds(setup.run_kernel, repeats) / num_layers
+        graph = measure_seconds(capture(run_kernel), repeats) / num_layers
+        eager = measure_seconds(run_kernel, repeats) / num_layers
         torch_seconds = measure_seconds(setup.run_torch, repeats) / num_layers
         ideal = per_layer / bandwidth
         figures |= {
@@ -145,16 +156,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="JSON file of the results")
     options = parser.parse_args()
     report, layer = Report(options.out), Layer(4, 1, 64) if options.dry else Layer()
+    cases = DRY_CASES if options.dry else CASES
     torch.manual_seed(0)
     bandwidth = 0.0
     if not options.dry:
         bandwidth = measure_bandwidth(4 << 30)
         report.add("read bandwidth", None, gb_per_s=round(bandwidth / 1e9))
     with torch.inference_mode():
-        for context in (300,) if options.dry else (1 << 10, 1 << 13, 1 << 15):
-            for rows in (1, 4) if options.dry else (1, 4, 8, 16, 64):
-                name = f"attention of {rows} rows over {context} tokens"
-                report.run(name, lambda c=context, r=rows: measure(layer, c, r, bandwidth, options.dry))
+        for context, rows, lines in cases:
+            name = f"attention of {rows} rows over {context} tokens, {lines} lines"
+            report.run(name, partial(measure, layer, context, rows, lines, bandwidth, options.dry))
     raise SystemExit(report.num_failed > 0)
 
 

@@ -65,6 +65,12 @@ def test_right_within_rounding(heads: Heads) -> None:
     check(make_case(heads), run_case(heads, SPLITS))
 
 
+def test_right_with_more_lines() -> None:
+    """More rows than a program of 16 lines has; `dev/gpu/run.sh` measures whether it is faster for prompts."""
+    case = make_case(LAYERS[1])
+    check(case, case.run(lines=64, rows=16, busy_programs=WHOLE))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_right_within_the_rounding_of_half_types(dtype: torch.dtype) -> None:
     case = AttentionCase.make(Heads(8, 1, 64, window=40), make_mixed_spans()[::3], dtype)

@@ -17,7 +17,8 @@ from torch import Tensor
 from foredraft.kernels.gpu.checks import check_attention
 from foredraft.kernels.gpu.rows import DeviceRows
 
-LINES = 16  # lines of a program: the smallest M of tl.dot, and the same for every pass
+LINES = 16  # lines of a program: the smallest M of tl.dot, and the same for every pass of a model
+MANY_LINES = 64
 SPLIT = 256  # ranks of a split
 TILE_BYTES = 16384  # most bytes of a tile of keys
 MAX_TILE, MIN_TILE = 64, 16  # ranks of a tile
@@ -44,17 +45,20 @@ class AttentionPlan:
     busy_programs: int = BUSY_PROGRAMS
 
     @classmethod
-    def make(cls, group: int, head_dim: int, itemsize: int) -> "AttentionPlan":
+    def make(cls, group: int, head_dim: int, itemsize: int, lines: int = LINES) -> "AttentionPlan":
         """Choose the sizes.
 
         Args:
             group: query heads of a key head.
             head_dim: the larger of the widths of keys and values.
             itemsize: bytes of a number in the cache.
+            lines: lines of a program at least, a power of two. With more than 16, keys are read for more rows at once,
+                and GPUs of capability 9.0 and newer may multiply by another instruction, with other bits. Default 16.
         """
-        lines = LINES * -(-group // LINES)
         tile = TILE_BYTES // (pad_width(head_dim) * itemsize)
-        return cls(lines, lines // group, max(min(tile, MAX_TILE), MIN_TILE))
+        padded = max(1 << (group - 1).bit_length(), lines)
+        num_warps = 4 if padded < MANY_LINES else 8  # the sums of many lines do not fit the registers of four
+        return cls(padded, padded // group, max(min(tile, MAX_TILE), MIN_TILE), num_warps=num_warps)
 
 
 def pad_width(width: int) -> int:
