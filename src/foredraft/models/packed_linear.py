@@ -63,7 +63,7 @@ def check_quantizable(model: Any, name: str | None) -> None:
     if name is not None and model.device.type != "cpu":
         raise ForedraftError(
             f"quantization {name!r} rounds weights for the kernels of the CPU, and this model is on {model.device}; "
-            "load a checkpoint that is quantised already (FP8, AWQ or GPTQ), leave quantization out, or use device='cpu'"
+            "load a checkpoint that is quantised already (FP8, AWQ or GPTQ), or use device='cpu', or leave it out"
         )
 
 
