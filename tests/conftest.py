@@ -1,5 +1,7 @@
 """Settings that all tests share, and the cases that `make test` leaves out."""
 
+import os
+
 import pytest
 import torch
 from hypothesis import settings
@@ -9,6 +11,9 @@ from tests.support.selection import COLLECTED, MARK, WIDE_MARK, divide_cases
 
 # tests run beside each other: one thread each; and no deadline, for no test measures time
 torch.set_num_threads(1)
+# Without a GPU the Triton kernels run in triton's interpreter. It is chosen when triton is imported, by transformers.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 settings.register_profile("foredraft", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("foredraft")
 

@@ -1,5 +1,6 @@
 """Keys and values by slot: writes, growth and compaction against a list of what each slot should hold."""
 
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -8,7 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from foredraft.errors import ForedraftError
+from foredraft.kernels.gpu.loading import load_kernels
 from foredraft.kv.pool import KVPool, compact_accepted, get_slot, plan_moves
+from tests.support.gpu_cases import DEVICE, TRITON
 
 PAGE_SIZE = 4
 CPU = torch.device("cpu")
@@ -88,6 +92,27 @@ def test_paths_that_overlap_their_targets_are_read_before_they_are_written() -> 
     assert (sources, targets) == ([6, 7], [5, 6])
 
 
+@TRITON
+@pytest.mark.parametrize("max_moves", [1024, 2], ids=["kernel", "more moves than one launch takes"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_pool_on_gpu_kernels_holds_what_one_on_torch_holds(max_moves: int, dtype: torch.dtype) -> None:
+    """After it has grown too: the addresses that a move uses must not be those of the freed tensors."""
+    kernels = replace(load_kernels(), max_moves=max_moves)
+    pools, freed = [KVPool(), KVPool(kernels=kernels).make_empty()], []
+    for size, sources, targets in ((9, [5, 6, 8], [4, 5, 6]), (40, [30, 7, 31], [7, 30, 8])):
+        numbers = list(range(size, 2 * size))
+        for pool in pools:
+            for layer in (0, 1):
+                keys, values = (x.to(DEVICE) for x in marks(numbers, dtype))
+                pool.write(layer, torch.arange(size, device=DEVICE), keys, values, size)
+            freed += list(pool.layers.values())  # kept, so that a write to them changes nothing else
+            pool.move(torch.tensor(sources, device=DEVICE), torch.tensor(targets, device=DEVICE))
+        for layer in (0, 1):
+            for ours, theirs in zip(pools[1].layers[layer], pools[0].layers[layer], strict=True):
+                assert torch.equal(ours, theirs)
+    assert len(freed) == 8
+
+
 def test_the_check_of_the_null_page_finds_a_write() -> None:
     pool = KVPool()
     pool.write(2, torch.tensor([PAGE_SIZE]), *marks([1]), 2 * PAGE_SIZE)
@@ -95,3 +120,31 @@ def test_the_check_of_the_null_page_finds_a_write() -> None:
     pool.write(2, torch.tensor([PAGE_SIZE - 1]), *marks([1]), 2 * PAGE_SIZE)
     with pytest.raises(AssertionError, match="layer 2 were written to the null page"):
         pool.check_null_page(PAGE_SIZE)
+
+
+def test_a_whole_pool_has_all_slots_at_the_first_write_and_keeps_its_addresses() -> None:
+    pool = KVPool(is_whole=True, capacity=40).make_empty()
+    pool.capacity = 40  # the engine sets it
+    addresses = set()
+    for slots in ([1], [39], [0, 7]):
+        pool.write(0, torch.tensor(slots), *marks(slots), max(slots) + 1)
+        assert [len(x) for x in pool.layers[0]] == [40, 40]
+        addresses.add(tuple(x.data_ptr() for x in pool.layers[0]))
+    assert len(addresses) == 1
+    assert read_slots(pool, 0, [0, 1, 7, 39, 5]) == [0, 1, 7, 39, 0]
+
+
+@pytest.mark.parametrize(("device", "is_whole"), [("cpu", False), ("cuda", True)])
+def test_pools_of_a_gpu_are_whole(device: str, is_whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("foredraft.kv.pool.select_kernels", lambda device: None)
+    assert KVPool.for_device(torch.device(device)).is_whole == is_whole
+
+
+def test_too_little_memory_names_the_option_that_helps(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*shape: object) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    keys, values = marks([1])
+    monkeypatch.setattr(Tensor, "new_zeros", fail)
+    with pytest.raises(ForedraftError, match=r"2 MiB for 65536 tokens.*--kv-memory"):
+        KVPool(is_whole=True, capacity=65536).write(0, torch.tensor([1]), keys, values, 2)

@@ -23,7 +23,7 @@ from foredraft.kernels.cpu.library import KERNELS_VARIABLE
 from foredraft.kernels.linear import PANEL
 from foredraft.kernels.quantize import INT4, INT8, multiply
 from foredraft.models.hf import HFModel
-from foredraft.models.packed_linear import PackedLinear, pack_linears
+from foredraft.models.packed_linear import PackedLinear, check_quantizable, pack_linears
 from foredraft.zoo import corpus
 from tests.support.families import FAMILIES, PagedModel, compute_reference, make_family, tokens
 from tests.support.library_setups import NATIVE
@@ -160,3 +160,10 @@ def test_what_quantisation_costs_in_quality() -> None:
     assert away["int4"] < 0.025
     assert loss["int8"] - loss[None] < 0.004
     assert loss["int4"] - loss[None] < 0.03
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_a_gpu_refuses_the_rounding_and_names_what_works(name: str) -> None:
+    with pytest.raises(ForedraftError, match=rf"'{name}' .* is on meta; load a checkpoint .*FP8, AWQ or GPTQ"):
+        check_quantizable(nn.Linear(2, 2, device="meta").weight, name)
+    check_quantizable(nn.Linear(2, 2, device="meta").weight, None)

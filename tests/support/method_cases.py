@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any, Protocol
 
 import pytest
+import torch
 from transformers import LlamaForCausalLM
 
 from foredraft import LLM, Sampling
@@ -55,6 +56,11 @@ class MethodCase:
     prepare: Preparation = _do_nothing
 
 
+def find_device(llm: LLM | None) -> torch.device:
+    """Return the device of a target: the CPU if none is given."""
+    return torch.device("cpu") if llm is None else llm.target.device
+
+
 def _make_plain(method: Method, variant: Variant) -> CaseMaker:
     """Draft with the target, or with a head that is fitted to it first."""
     if variant.training is not None:
@@ -63,7 +69,8 @@ def _make_plain(method: Method, variant: Variant) -> CaseMaker:
 
     def make(num_tokens: int, llm: LLM | None = None) -> Drafter:
         target = (llm or tiny_models.plain()).target
-        context = DrafterContext(tiny_models.VOCAB, target, num_tokens, dtype=target.model.dtype)
+        dtype, device = target.model.dtype, target.device
+        context = DrafterContext(tiny_models.VOCAB, target, num_tokens, dtype=dtype, device=device)
         return method.create(method.config(**variant.options(num_tokens)), context)
 
     return make
@@ -76,8 +83,8 @@ def _make_draft_model(method: Method, variant: Variant) -> CaseMaker:
         options = dict(variant.options(num_tokens))
         vocab = options.pop("vocab", None)
         if vocab is None:
-            return tiny_models.draft_model(num_tokens, options=TreeOptions(**options))
-        return tiny_vocabularies.drafter(vocab, num_tokens, TreeOptions(**options))
+            return tiny_models.draft_model(num_tokens, options=TreeOptions(**options), device=find_device(llm))
+        return tiny_vocabularies.drafter(vocab, num_tokens, TreeOptions(**options), device=find_device(llm))
 
     return make
 
@@ -122,7 +129,7 @@ def perturb_otherwise() -> LlamaForCausalLM:
 
 def _make_other_draft_model(num_tokens: int, llm: LLM | None = None) -> Drafter:
     """Draft with a second model, which errs at other tokens."""
-    return tiny_models.draft_model(num_tokens, model=perturb_otherwise())
+    return tiny_models.draft_model(num_tokens, model=perturb_otherwise(), device=find_device(llm))
 
 
 def _make_ensemble(method: Method, variant: Variant) -> CaseMaker:

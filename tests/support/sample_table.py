@@ -102,6 +102,9 @@ BY_FILE = {
         "test_texts_have_the_distribution_of_the_target": Sample(2, 14),
         "test_the_distribution_kills_a_q_that_was_not_drawn_from": Sample(1, 19),
     },
+    "tests/invariants/test_devices.py": {
+        "test_tokens_on_a_gpu_are_those_of_the_cpu": Sample(3, 90),
+    },
     "tests/invariants/test_draft_streams.py": {
         "test_a_sampled_draft_depends_on_the_stream": Sample(12, 14),
     },

@@ -103,9 +103,11 @@ class HeadCase:
             target=llm.target,
             num_speculative_tokens=num_tokens,
             dtype=llm.target.model.dtype,
+            device=llm.target.device,
         )
+        fitted = llm if llm.target.device.type == "cpu" else tiny_models.plain()  # heads are fitted on the CPU
         assert self.method.from_checkpoint is not None
-        return self.method.from_checkpoint(self.method.config(**options), self.get_checkpoint(llm), context)
+        return self.method.from_checkpoint(self.method.config(**options), self.get_checkpoint(fitted), context)
 
 
 EAGLE = HeadCase.from_options("eagle", 1e-2, noise=0.0, steps=2)

@@ -4,6 +4,7 @@ The weights are large (initializer_range 0.3), so that the distributions are far
 no ties. All is float64, so that two orders of summation never disagree about a token.
 """
 
+import copy
 from functools import cache
 
 import torch
@@ -17,6 +18,7 @@ from foredraft.drafters.method import DrafterContext
 from foredraft.llm import MemoryLimits
 from foredraft.models.hf import HFModel
 
+CPU = torch.device("cpu")
 VOCAB = 97
 CONTEXT = 256
 TEXT = """
@@ -46,15 +48,20 @@ def llama(vocab_size: int = VOCAB, seed: int = 0, context: int = CONTEXT, hidden
 
 def perturb(model: LlamaForCausalLM, noise: float, seed: int = 1) -> LlamaForCausalLM:
     """Copy a model so that it mostly agrees: its drafts are accepted and rejected."""
-    copy = LlamaForCausalLM(model.config).double().eval()
+    noisy = LlamaForCausalLM(model.config).double().eval()
     generator = torch.Generator().manual_seed(seed)
-    copy.load_state_dict(
+    noisy.load_state_dict(
         {
             name: weight + noise * weight.std() * torch.randn(weight.shape, generator=generator, dtype=torch.float64)
             for name, weight in model.state_dict().items()
         }
     )
-    return copy
+    return noisy
+
+
+def move_copy(model: LlamaForCausalLM, device: torch.device) -> LlamaForCausalLM:
+    """Return a copy of a model on another device; on the CPU the model itself."""
+    return model if device.type == "cpu" else copy.deepcopy(model).to(device)
 
 
 @cache
@@ -78,10 +85,12 @@ def draft_model(
     branching: tuple[int, ...] | None = None,
     model: LlamaForCausalLM | None = None,
     options: TreeOptions | None = None,
+    device: torch.device = CPU,
 ) -> DraftModel:
     """Make the perturbed copy as a drafter."""
-    model = model or draft()
-    context = DrafterContext(vocab_size=model.config.vocab_size, num_speculative_tokens=num_tokens, dtype=torch.float64)
+    model = move_copy(model or draft(), device)
+    size = model.config.vocab_size
+    context = DrafterContext(size, num_speculative_tokens=num_tokens, dtype=torch.float64, device=device)
     return DraftModel(HFModel.wrap_model(model, "draft"), context, options or TreeOptions(branching=branching))
 
 

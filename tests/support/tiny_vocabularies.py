@@ -73,12 +73,19 @@ def draft() -> LlamaForCausalLM:
 
 
 def drafter(
-    vocab: str, num_tokens: int, options: TreeOptions | None = None, kv_tokens: int | None = 8192
+    vocab: str,
+    num_tokens: int,
+    options: TreeOptions | None = None,
+    kv_tokens: int | None = 8192,
+    device: torch.device = tiny_models.CPU,
 ) -> CrossVocabDrafter:
     """Make the renamed draft as a drafter, with shared tokens (tli) or as text (slem)."""
-    context = DrafterContext(vocab_size=tiny_models.VOCAB, num_speculative_tokens=num_tokens, dtype=torch.float64)
+    size = tiny_models.VOCAB
+    context = DrafterContext(size, num_speculative_tokens=num_tokens, dtype=torch.float64, device=device)
     made = {"tli": TliDrafter, "slem": SlemDrafter}[vocab]
-    return made(HFModel.wrap_model(draft(), "draft"), context, letters(), options, kv_tokens)
+    return made(
+        HFModel.wrap_model(tiny_models.move_copy(draft(), device), "draft"), context, letters(), options, kv_tokens
+    )
 
 
 @cache

@@ -26,7 +26,8 @@ def run_vllm(job: Any, **environment: str) -> Any:
         capture_output=True,
         text=True,
         timeout=SECONDS,
-        env=os.environ | {"PYTHONPATH": str(ROOT / "src")} | environment,
+        # tests/conftest.py chooses triton's interpreter for the kernels here; vLLM has its own triton
+        env=os.environ | {"PYTHONPATH": str(ROOT / "src"), "TRITON_INTERPRET": "0"} | environment,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]

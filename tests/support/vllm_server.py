@@ -38,7 +38,9 @@ def run_vllm_server(options: Sequence[str], log: Path) -> Iterator[str]:
         "OMP_NUM_THREADS": "1",
     }
     with log.open("w") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output, env=os.environ | settings)
+        process = subprocess.Popen(
+            command, stdout=output, stderr=output, env=os.environ | settings | {"TRITON_INTERPRET": "0"}
+        )
     try:
         _wait(process, f"http://127.0.0.1:{port}", log)
         yield f"http://127.0.0.1:{port}"

@@ -62,7 +62,7 @@ def _describe_machine(diagnosis: "Diagnosis") -> Section:
     versions = ", ".join(f"{name} {facts[name]}" for name in ("foredraft", "torch", "transformers"))
     lines = (
         f"{machine.device}: {threads} on {cores}, {speed}, {_format_bytes(machine.free_bytes)} free",
-        f"{versions}; native kernels: {machine.kernels or 'none'}",
+        f"{versions}; kernels: {machine.kernels or 'none'}",
     )
     return Section("Machine", lines)
 

@@ -29,7 +29,10 @@ class EngineOptions(ModelOptions):
     ] = 32
     kv_memory: Annotated[
         str | None,
-        _make_option("Memory of the KV cache, such as 2GiB. Default: a quarter of the free memory.", panel=LOAD_PANEL),
+        _make_option(
+            "Memory of the KV cache, such as 2GiB. Default: a quarter of the free memory; 80 % of a GPU's.",
+            panel=LOAD_PANEL,
+        ),
     ] = None
 
     @property

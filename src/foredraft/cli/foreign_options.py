@@ -7,7 +7,7 @@ _ONE_DEVICE = (
     "--tensor-parallel-size splits one model over several"
 )
 _ONE_PROCESS = f"{NO_OPTION_PREFIX}this command runs one model in one process"
-_KV_SIZE = "--kv-memory with a size such as 2GiB (default: a quarter of the free memory)"
+_KV_SIZE = "--kv-memory with a size such as 2GiB (default: a quarter of the free memory; 80 % of a GPU's)"
 _FREE_ATTENTION = f"{NO_OPTION_PREFIX}the device decides the attention kernel"
 _KV_TYPE = f"{NO_OPTION_PREFIX}the KV cache has the model's dtype; --dtype changes both"
 _METHODS = ("--spec-method", "--methods METHOD", "--method METHOD")
@@ -193,5 +193,5 @@ SERVE_ONLY = {
     )
 } | {
     "--lora": f"{_MERGE}, or serve it with foredraft serve --lora NAME=FOLDER",
-    "--kv-memory": "the KV cache takes at most a quarter of the free memory; foredraft serve sets it with --kv-memory",
+    "--kv-memory": "the KV cache has a default size; foredraft serve sets it with --kv-memory",
 }

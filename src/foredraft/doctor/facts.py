@@ -31,7 +31,7 @@ class MachineFacts:
 
     device: str  # name of the processor or GPU
     description: dict[str, Any]  # as `bench.report.describe_machine` returns it
-    kernels: str | None  # instruction set of the native kernels; None = there are none
+    kernels: str | None  # instruction set of the native kernels, "triton" on a GPU; None = torch's operators
     bandwidth: float | None  # GB/s of sequential reads with all threads, of the GPU on a GPU; None = not measured
     free_bytes: int  # memory that is free with the models loaded
 
@@ -83,10 +83,11 @@ def examine_machine(llm: LLM) -> MachineFacts:
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         bandwidth: float | None = _measure_gpu_bandwidth(device)
+        kernels = None if llm.target.pool.kernels is None else "triton"
     else:
         name = description["cpu"]
         bandwidth = None if native is None else measure_bandwidth(native, BANDWIDTH_ROUNDS).all_threads
-    kernels = None if native is None else native.instruction_set
+        kernels = None if native is None else native.instruction_set
     return MachineFacts(name, description, kernels, bandwidth, get_available_memory(device))
 
 

@@ -1,14 +1,17 @@
 """KV pools: keys and values by slot. A pool holds the KV of one model; all pools share the allocator's page ids."""
 
 import ctypes
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from foredraft.errors import ForedraftError
 from foredraft.kernels.arena import allocate_zeros
+from foredraft.kernels.gpu.loading import GPUKernels, select_kernels
 from foredraft.kv.allocator import NULL_PAGE
 
 LayerAddresses: TypeAlias = tuple["ctypes.Array[ctypes.c_void_p]", "ctypes.Array[ctypes.c_void_p]"]
@@ -18,14 +21,28 @@ LayerAddresses: TypeAlias = tuple["ctypes.Array[ctypes.c_void_p]", "ctypes.Array
 class KVPool:
     """Keys and values of one model: one row per slot in the tensors of every layer.
 
-    Tensors [S, H, D] (S slots, H heads, D head size) are created by the first write of a layer and grow with the slots
-    in use. Rows start as zeros: padding reads the null page, and a NaN there would spread even through a mask.
+    Tensors [S, H, D] (S slots, H heads, D head size) are created by the first write of a layer. They grow with the
+    slots in use, or have the whole capacity at once: growth moves addresses, and needs memory for the old and the new
+    tensors together. Rows start as zeros: padding reads the null page, and a NaN there would spread even through a
+    mask.
     """
 
     is_native: bool = False  # allocate for native kernels
     capacity: int | None = None  # upper limit on slots; None = unlimited
     layers: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # layer -> (keys, values), each [S, H, D]
+    kernels: GPUKernels | None = None  # store, attend and move; None = native kernels or torch's operators
+    is_whole: bool = False  # allocate all of `capacity` at once, if it is set
     _layer_addresses: "LayerAddresses | None" = None  # cached `addresses`; None after a layer has grown
+    _pointer_table: Any = None  # of all layers, for `kernels.move`; None after a layer has grown
+
+    @classmethod
+    def for_device(cls, device: torch.device, is_native: bool = False) -> "KVPool":
+        """Return an empty pool for a device. On CUDA it is allocated whole."""
+        return cls(is_native, kernels=select_kernels(device), is_whole=device.type == "cuda")
+
+    def make_empty(self) -> "KVPool":
+        """Return a new pool for the same kernels and the same kind of allocation."""
+        return KVPool(self.is_native, kernels=self.kernels, is_whole=self.is_whole)
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor, num_slots: int) -> tuple[Tensor, Tensor]:
         """Store keys and values of one layer.
@@ -46,8 +63,11 @@ class KVPool:
                 self._grow_layer(tensors and tensors[0], keys, num_slots),
                 self._grow_layer(tensors and tensors[1], values, num_slots),
             )
-        tensors[0].index_copy_(0, slots, keys)
-        tensors[1].index_copy_(0, slots, values)
+        if self.kernels is not None:
+            self.kernels.store(keys, values, slots, *tensors)
+        else:
+            tensors[0].index_copy_(0, slots, keys)
+            tensors[1].index_copy_(0, slots, values)
         return tensors
 
     def reserve(self, like: Sequence[Tensor], num_slots: int) -> None:
@@ -64,7 +84,7 @@ class KVPool:
     def clear(self) -> None:
         """Free all tensors; the content is lost."""
         self.layers.clear()
-        self._layer_addresses = None
+        self._layer_addresses = self._pointer_table = None
 
     @property
     def addresses(self) -> LayerAddresses:
@@ -76,18 +96,28 @@ class KVPool:
         return self._layer_addresses
 
     def _grow_layer(self, old: Tensor | None, like: Tensor, num_slots: int) -> Tensor:
-        self._layer_addresses = None
-        size = 1 << (num_slots - 1).bit_length()  # doubling keeps the copies a constant share of the writes
-        if self.capacity is not None:
-            size = max(min(size, self.capacity), num_slots)
-        shape = (size, *like.shape[1:])
-        grown = allocate_zeros(shape, like.dtype) if self.is_native else like.new_zeros(shape)
+        self._layer_addresses = self._pointer_table = None
+        shape = (self._choose_size(num_slots), *like.shape[1:])
+        grown = allocate_zeros(shape, like.dtype) if self.is_native else _allocate(like, shape)
         if old is not None:
             grown[: len(old)] = old
         return grown
 
+    def _choose_size(self, num_slots: int) -> int:
+        size = 1 << (num_slots - 1).bit_length()  # doubling keeps the copies a constant share of the writes
+        if self.capacity is None:
+            return size
+        return max(self.capacity if self.is_whole else min(size, self.capacity), num_slots)
+
     def move(self, sources: Tensor, targets: Tensor) -> None:
         """Copy slots to other slots in every layer, all reads before any write."""
+        if self.kernels is not None and len(sources) <= self.kernels.max_moves:
+            if self._pointer_table is None:
+                self._pointer_table = self.kernels.make_pointer_table(
+                    [x for pair in self.layers.values() for x in pair]
+                )
+            self.kernels.move(self._pointer_table, sources, targets)
+            return
         for keys, values in self.layers.values():
             keys.index_copy_(0, targets, keys.index_select(0, sources))
             values.index_copy_(0, targets, values.index_select(0, sources))
@@ -98,6 +128,17 @@ class KVPool:
         for layer, (keys, values) in self.layers.items():
             assert not keys[null].any(), f"keys of layer {layer} were written to the null page"
             assert not values[null].any(), f"values of layer {layer} were written to the null page"
+
+
+def _allocate(like: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return zeros of a shape. Raises ForedraftError if the device has too little memory."""
+    try:
+        return like.new_zeros(shape)
+    except torch.OutOfMemoryError:
+        raise ForedraftError(
+            f"the keys or values of one layer need {math.prod(shape) * like.element_size() / 2**20:.0f} MiB for "
+            f"{shape[0]} tokens, and {like.device} has no room for them; give a smaller kv_memory (--kv-memory)"
+        ) from None
 
 
 def plan_moves(
@@ -140,4 +181,4 @@ def compact_accepted(
     """Move the KV entries of accepted paths to the front of their step; arguments as in `plan_moves`."""
     sources, targets = plan_moves(paths, starts, pages, page_size)
     if sources:
-        pool.move(torch.tensor(sources, device=device), torch.tensor(targets, device=device))
+        pool.move(*torch.tensor([sources, targets]).to(device))  # one transfer

@@ -8,7 +8,9 @@ import torch
 from foredraft.errors import ForedraftError
 from foredraft.kv.control_group import read_memory_room
 
-FREE_MEMORY_DIVISOR = 4  # a quarter of the free memory is used by default
+# Share of the free memory that is used by default. A GPU has nothing else to do; the rest is for activations. A CPU's
+# memory has other users.
+DEFAULT_SHARES = {"cpu": 0.25, "cuda": 0.8}
 MAX_SIZED_CONTEXT = 1 << 20  # tokens; a longer context is not reserved in full by default
 
 
@@ -17,7 +19,7 @@ class MemoryLimits:
     """Sizes of the KV memory and of a step.
 
     `kv_tokens` goes before `kv_memory`. If both are None, the KV memory holds a full batch at full context, but takes
-    at most a quarter of the free memory, times `kv_share`.
+    at most `DEFAULT_SHARES` of the free memory, times `kv_share`.
     """
 
     kv_tokens: int | None = None  # KV memory in tokens
@@ -53,7 +55,7 @@ class MemoryLimits:
                 )
             return tokens // size + 1
         full_batch = self.max_batch * min(context_length, MAX_SIZED_CONTEXT)
-        default_memory = int(get_available_memory(device) // FREE_MEMORY_DIVISOR * self.kv_share)
+        default_memory = int(get_available_memory(device) * DEFAULT_SHARES[device.type] * self.kv_share)
         fits = default_memory // bytes_per_token
         return max(min(full_batch, fits) // size, 2) + 1
 

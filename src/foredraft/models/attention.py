@@ -68,6 +68,9 @@ def paged_attention(
         return attend(packed, keys, values, forward_batch.packed_rows, scale, sliding_window or 0, softcap or 0.0)[
             None
         ], None
+    if pool.kernels is not None and pool.kernels.can_attend(packed, keys, values):
+        rows, window = forward_batch.device_rows, sliding_window or 0
+        return pool.kernels.attend(packed, keys, values, rows, scale, window, softcap or 0.0, s_aux)[None], None
     out: Tensor | None = None
     for group in forward_batch.attention_groups:
         k, v = _gather(keys, group), _gather(values, group)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from foredraft.kernels.gpu.rows import DeviceRows
 from foredraft.kernels.rows import PackedRows
 from foredraft.kv.allocator import NULL_PAGE
 from foredraft.source import EncoderSource
@@ -184,20 +185,31 @@ class ForwardBatch:
         """Number of slots that the pool needs: every slot of the batch lies below it."""
         return (max(max(span.pages) for span in self.spans) + 1) * self.page_size
 
+    @property
+    def is_staged(self) -> bool:
+        """Whether all inputs reach the device in one transfer."""
+        return torch.device(self.device).type != "cpu"
+
     @cached_property
     def tokens(self) -> Tensor:
         """Packed token ids [1, T]."""
+        if self.is_staged:
+            return self.device_rows.tokens[None]
         return torch.tensor([[token for span in self.spans for token in span.tokens]], device=self.device)
 
     @cached_property
     def positions(self) -> Tensor:
         """Positions [1, T] of the rows: start + depth."""
+        if self.is_staged:
+            return self.device_rows.positions[None]
         positions = [span.start + span.depths[node] for span in self.spans for node in span.node_indices]
         return torch.tensor([positions], device=self.device)
 
     @cached_property
     def write_slots(self) -> Tensor:
         """Slots [T] of the pool to which the rows' keys and values are written."""
+        if self.is_staged:
+            return self.device_rows.write_slots
         size = self.page_size
         slots = [
             span.pages[i // size] * size + i % size
@@ -209,6 +221,8 @@ class ForwardBatch:
     @cached_property
     def logit_rows(self) -> Tensor:
         """Packed rows [R] that need logits."""
+        if self.is_staged:
+            return self.device_rows.logit_rows
         return torch.tensor(self.logit_row_list, dtype=torch.int64, device=self.device)
 
     @cached_property
@@ -220,6 +234,11 @@ class ForwardBatch:
     def packed_rows(self) -> PackedRows:
         """Rows in the layout of the native code."""
         return PackedRows.pack(self.spans, self.logit_row_list, self.page_size)
+
+    @cached_property
+    def device_rows(self) -> DeviceRows:
+        """Rows on the device: inputs of modules and GPU kernels."""
+        return DeviceRows.pack(self.packed_rows, [len(span.tokens) for span in self.spans], self.device)
 
 
 def _build_groups(spans: Sequence[Span], page_size: int, device: torch.device | str) -> tuple[AttentionGroup, ...]:

@@ -98,7 +98,7 @@ class HFModel:
             fused = NativeDecoder.from_model(model, windows, *packers, is_owned)
         elif quantization is not None or (is_native and is_owned and model.dtype in DTYPE_KINDS):
             model = pack_linears(model, quantization, is_owned, probe_attention, packers)
-        pool = KVPool(is_native)
+        pool = KVPool.for_device(model.device, is_native)
         return cls(model, name, pool, sum(call.kv_elements for call in calls), count, fused)
 
     def with_context(self, max_tokens: int | None) -> "HFModel":
@@ -121,7 +121,7 @@ class HFModel:
 
     def with_new_kv(self) -> "HFModel":
         """Return a copy with the same weights and a new KV pool."""
-        return replace(self, pool=KVPool(self.pool.is_native))
+        return replace(self, pool=self.pool.make_empty())
 
     def close(self) -> None:
         """End what outlives the last reference to this target and its copies with new KV: nothing in one process."""

@@ -61,7 +61,10 @@ def check_quantizable(model: Any, name: str | None) -> None:
     """
     check_quantization(name)
     if name is not None and model.device.type != "cpu":
-        raise ForedraftError(f"quantization {name} runs on the CPU; use device='cpu' or load the model without it")
+        raise ForedraftError(
+            f"quantization {name!r} rounds weights for the kernels of the CPU, and this model is on {model.device}; "
+            "load a checkpoint that is quantised already (FP8, AWQ or GPTQ), or use device='cpu', or leave it out"
+        )
 
 
 def list_packed_weights(model: nn.Module) -> list[PackedWeight]:

@@ -23,7 +23,7 @@ class KVShares:
     later gets its share by weight, but at most what is free.
     """
 
-    total: int | None  # bytes; None = a quarter of the free memory, measured when a model is loaded
+    total: int | None  # bytes; None = the default share of the free memory, measured when a model is loaded
     _weights: dict[str, float] = field(default_factory=dict)  # by model
     _bytes: dict[str, int] = field(default_factory=dict)  # by model, if there is a total
 

@@ -46,7 +46,7 @@ class ModelHost:
     Args:
         settings: of the server.
         sources: first models, at least one; an adapter comes after its base.
-        kv_total: KV memory of all models in bytes. None = a quarter of the free memory.
+        kv_total: KV memory of all models in bytes. None = the default share of the free memory.
         report: receives one line for each model that is loaded or unloaded while the server runs.
     """
 

@@ -29,12 +29,13 @@ class ParallelLM(HFModel):
     @classmethod
     def from_part(cls, part: HFModel, group: RankGroup) -> "ParallelLM":
         """Make the target from the loaded part of rank 0."""
-        pool = ParallelKVPool(group=group)
+        local = part.pool
+        pool = ParallelKVPool(kernels=local.kernels, is_whole=local.is_whole, group=group)
         return cls(part.model, part.name, pool, part.kv_elements_per_token, part.num_parameters, group=group)
 
     def with_new_kv(self) -> "ParallelLM":
         """Return a copy with the same weights and a new KV pool on every rank."""
-        return replace(self, pool=ParallelKVPool(group=self.group))
+        return replace(self, pool=self.pool.make_empty())
 
     def close(self) -> None:
         """End the other processes, unless a copy with other KV uses them."""

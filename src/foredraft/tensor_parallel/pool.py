@@ -27,6 +27,10 @@ class ParallelKVPool(KVPool):
         """Name of this pool in messages."""
         return PoolKey(self.index, self.capacity)
 
+    def make_empty(self) -> "ParallelKVPool":
+        """Return a new pool on every rank."""
+        return ParallelKVPool(kernels=self.kernels, is_whole=self.is_whole, group=self.group)
+
     def move(self, sources: Tensor, targets: Tensor) -> None:
         """Copy slots to other slots in every layer of every rank."""
         self.group.send(MoveSlots.from_tensors(self.key, sources, targets))

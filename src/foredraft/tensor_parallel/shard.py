@@ -33,7 +33,7 @@ class Shard:
 
     def get_pool(self, index: int) -> KVPool:
         """Return the KV pool of an engine; a new one at first."""
-        return self._pools.setdefault(index, KVPool())
+        return self._pools.setdefault(index, self.lm.pool.make_empty())
 
     def drop_pool(self, index: int) -> None:
         """Forget a pool and the passes that write to it."""

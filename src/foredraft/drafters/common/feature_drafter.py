@@ -267,7 +267,8 @@ def make_feature_lm(
     is_native = context.fused and context.device.type == "cpu" and load_library() is not None
     shape: Any = network.shape  # type: ignore[attr-defined]
     native = make_native(network) if is_native else None
-    return FeatureLM(network, context.dtype, KVPool(is_native), native, shape.block.sliding_windows)
+    pool = KVPool.for_device(context.device, is_native)
+    return FeatureLM(network, context.dtype, pool, native, shape.block.sliding_windows)
 
 
 def _compute_bytes_per_token(lm: FeatureLM) -> int:

@@ -41,7 +41,7 @@ class Config(TreeOptions):
         max_model_len: longest sequence that is drafted for, in tokens; None = the context of the draft model.
         vocab: translation if the draft model has another vocabulary (see `cross_vocab/select.py`).
         draft_kv_tokens: capacity of the draft KV cache with another vocabulary, in tokens of all requests; None = at
-            most a quarter of the free memory.
+            most a quarter of the free memory, 10 % of a GPU's.
     """
 
     quantization: str | None = None
