@@ -38,9 +38,9 @@ LAYERS = [
     Heads(4, 1, 64, softcap=2.0),
     Heads(8, 1, 128, window=37, has_sinks=True),
     Heads(20, 1, 8, value_width=24, window=33, softcap=3.0, has_sinks=True),
-    Heads(16, 1, 256),
 ]
-EACH_LAYER = pytest.mark.parametrize("heads", LAYERS, ids=str)
+WIDE = pytest.param(Heads(16, 1, 256), marks=pytest.mark.soak)
+EACH_LAYER = pytest.mark.parametrize("heads", [*LAYERS, WIDE], ids=str)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
