@@ -26,7 +26,7 @@ from tests.support.gpu_cases import DEVICE, TRITON, make_chain, make_tree, scatt
 
 pytestmark = TRITON
 PROMPTS = [[5, 6, 7, 5, 6], [40]]
-SAMPLINGS = [Sampling(max_tokens=6, temperature=0, ignore_eos=True), Sampling(max_tokens=5, seed=3, ignore_eos=True)]
+SAMPLINGS = [Sampling(max_tokens=5, temperature=0, ignore_eos=True), Sampling(max_tokens=4, seed=3, ignore_eos=True)]
 TREE = TreeOptions(branching=(2, 1))
 
 
