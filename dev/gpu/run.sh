@@ -1,14 +1,18 @@
 #!/usr/bin/env bash
 # Checks and measures the GPU kernels on this machine, the most valuable part first. One line per result, and JSON.
 #
-#   dev/gpu/run.sh [--dry] [FOLDER]
+#   dev/gpu/run.sh [--dry] [--train ZOO] [FOLDER]
 #
 # --dry runs small cases in triton's interpreter, without a GPU: it shows that the scripts work, and measures nothing.
+# --train trains the built-in models afterwards, on ten times the tokens of a CPU, in the folder ZOO; the same command
+# resumes it. Install the models if their held-out loss is lower: foredraft zoo train --out ZOO --install.
 # FOLDER receives one JSON file per part. Default: gpu-results
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-dry=
-if [ "${1:-}" = --dry ]; then dry=--dry; shift; fi
+dry= zoo=
+while [ "${1:-}" = --dry ] || [ "${1:-}" = --train ]; do
+  if [ "$1" = --dry ]; then dry=--dry; shift; else zoo=${2:?--train needs a folder}; shift 2; fi
+done
 out=${1:-gpu-results}
 python=${PYTHON:-python}
 if [ -n "$dry" ]; then
@@ -21,8 +25,17 @@ fi
 mkdir -p "$out"
 export PYTHONPATH="$PWD/src:$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 failed=0
-for part in check_kernels measure_attention; do
+for part in check_kernels tests measure_attention measure_model; do
   echo "== $part"
-  "$python" "dev/gpu/$part.py" $dry --out "$out/$part.json" || failed=1
+  if [ $part != tests ]; then
+    "$python" "dev/gpu/$part.py" $dry --out "$out/$part.json" || failed=1
+  elif [ -z "$dry" ]; then # without a GPU `make test` runs them
+    "$python" -m pytest -q -p no:xdist tests/kernels/gpu tests/models/test_gpu_attention.py \
+      tests/invariants/test_devices.py | tee "$out/tests.txt" || failed=1
+  fi
 done
+if [ -n "$zoo" ] && [ -z "$dry" ]; then
+  echo "== train"
+  "$python" -m foredraft zoo train --device cuda --tokens 614000000 --out "$zoo" || failed=1
+fi
 exit $failed
