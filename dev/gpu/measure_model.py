@@ -50,7 +50,7 @@ class Case:
         torch.set_default_dtype(dtype)
         try:
             with torch.device(DEVICE):
-                return kind(self.config).eval()  # type: ignore[arg-type]
+                return kind(self.config).eval()
         finally:
             torch.set_default_dtype(default)
 
