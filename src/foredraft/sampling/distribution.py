@@ -4,13 +4,15 @@ Target and drafters both use it; no other file applies a temperature. Greedy dec
 file does not depend on models, requests or speculation.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from foredraft.sampling import filters
+from foredraft.kernels.sampler import find_sampler
+from foredraft.sampling import filters, weights
 from foredraft.sampling.filters import NEG_INF
 from foredraft.sampling.grammar_matcher import GrammarMatcher
 from foredraft.sampling.params import LogitsProcessor, Sampling
@@ -53,7 +55,16 @@ def distribution(
     rows = [sampling] * len(logits) if isinstance(sampling, Sampling) else list(sampling)
     if len(rows) != len(logits):
         raise ValueError(f"{len(rows)} sets of sampling parameters for {len(logits)} rows of logits")
-    x = process_logits(logits, rows, history)
+    is_shaped = any(s.shapes_logits for s in rows)
+    x = process_logits(logits, rows, history) if is_shaped else logits
+    sampler = find_sampler(x)
+    if sampler is not None:
+        return sampler.compute_probs(x, [s.filter_settings for s in rows])
+    return compute_reference_probs(process_logits(x, ()), rows)
+
+
+def compute_reference_probs(x: Tensor, rows: Sequence[Sampling]) -> Tensor:
+    """Compute `distribution` by torch's operators, from processed logits. The native sampler has the same bits."""
     if all(s.is_greedy for s in rows):
         return filters.compute_greedy_probs(x)
     p = _compute_sampled_probs(x, rows)
@@ -159,12 +170,6 @@ def _build_column(samplings: Sequence[Sampling], name: str, x: Tensor) -> Tensor
     return torch.tensor([getattr(s, name) for s in samplings], dtype=x.dtype, device=x.device)[:, None]
 
 
-def _build_scalar_or_column(samplings: Sequence[Sampling], name: str, x: Tensor) -> filters.ScalarOrColumn:
-    """Return one number if all rows have the same, which avoids small tensors; else [R, 1]."""
-    values = [getattr(s, name) for s in samplings]
-    return values[0] if values and values.count(values[0]) == len(values) else _build_column(samplings, name, x)
-
-
 def _apply_penalties(x: Tensor, samplings: Sequence[Sampling], history: Sequence[TokenHistory]) -> Tensor:
     out, prompt = _count_tokens(history, x.shape[-1], x.device)
     repetition = _build_column(samplings, "repetition_penalty", x)
@@ -175,20 +180,18 @@ def _apply_penalties(x: Tensor, samplings: Sequence[Sampling], history: Sequence
 
 
 def _compute_sampled_probs(x: Tensor, samplings: Sequence[Sampling]) -> Tensor:
-    temperature = _build_scalar_or_column(samplings, "temperature", x)
-    if isinstance(temperature, Tensor) or temperature != 1:
-        # The largest logit is moved to zero first, so that a small temperature cannot overflow. The temperature is at
-        # least the smallest normal number. Greedy rows (temperature 0) are replaced by the caller.
-        tiny = torch.finfo(x.dtype).tiny
-        x = x - x.amax(-1, keepdim=True)
-        x /= temperature.clamp_min(tiny) if isinstance(temperature, Tensor) else max(temperature, tiny)
+    """Compute the probabilities of rows that are not greedy, by torch's operators; the others are not used."""
+    is_valid = x.amax(-1, keepdim=True).isfinite()
+    x = torch.where(is_valid, x, 0)
     if any(s.top_k for s in samplings):
         x = filters.keep_top_k(x, [s.top_k for s in samplings])
-    p = x.softmax(-1)
+    scales = [1.0 if s.is_greedy else weights.compute_scale(s.temperature, x.dtype) for s in samplings]
+    exponents = weights.compute_exponents(x, torch.tensor(scales, dtype=x.dtype, device=x.device)[:, None])
+    w = weights.compute_weights(exponents)
     if any(s.top_p < 1 for s in samplings):
-        p = filters.keep_top_p(p, _build_scalar_or_column(samplings, "top_p", p))
+        w = filters.keep_top_p(w, [s.top_p for s in samplings])
     if any(s.min_p for s in samplings):
-        p = filters.keep_min_p(p, _build_scalar_or_column(samplings, "min_p", p))
+        w = filters.keep_min_p(w, [s.min_p for s in samplings])
     if any(s.typical_p < 1 for s in samplings):
-        p = filters.keep_typical(p, _build_scalar_or_column(samplings, "typical_p", p))
-    return p
+        w = filters.keep_typical(w, exponents, [s.typical_p for s in samplings])
+    return torch.where(is_valid, weights.normalise(w), math.nan)

@@ -102,9 +102,12 @@ int64_t fd_encdec_scratch(const fd_encdec *m, const fd_rows *rows, const fd_rows
 void fd_encdec_forward(const fd_encdec *m, const fd_rows *rows, const fd_rows *sources, const fd_pass *p) {
     selected->encdec_forward(m, rows, sources, p);
 }
+int64_t fd_sampling_scratch(int vocab) { return selected->sampling_scratch(vocab, fd_num_threads()); }
+void fd_sample(const fd_sampling *job) { selected->sample(job); }
 int64_t fd_sizeof(int record) { /* numbered as RECORDS in library.py */
     const int64_t sizes[] = {sizeof(fd_weight),    sizeof(fd_rows),        sizeof(fd_layer),
                              sizeof(fd_model),     sizeof(fd_pass),        sizeof(fd_attention),
-                             sizeof(fd_linear_args), sizeof(fd_encdec_layer), sizeof(fd_encdec)};
+                             sizeof(fd_linear_args), sizeof(fd_encdec_layer), sizeof(fd_encdec),
+                             sizeof(fd_settings),  sizeof(fd_sampling)};
     return record < (int)(sizeof sizes / sizeof *sizes) ? sizes[record] : 0;
 }

@@ -4,6 +4,7 @@
 #include "encdec.h"
 #include "kernels.h"
 #include "linear.h"
+#include "sampler.h"
 #include "team.h"
 
 #define JOIN(a, b) a##b
@@ -94,4 +95,6 @@ const fd_kernels NAME(FD_ISA) = {
     .attention_scratch = team_attention_scratch,
     .attention = attention,
     .read_memory = read_memory,
+    .sampling_scratch = team_sampling_scratch,
+    .sample = sample,
 };

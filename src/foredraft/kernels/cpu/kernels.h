@@ -15,6 +15,8 @@ typedef struct {
     uint32_t (*read_memory)(const void *, int64_t bytes);
     int64_t (*encdec_scratch)(const fd_encdec *, const fd_rows *, const fd_rows *sources, int threads);
     void (*encdec_forward)(const fd_encdec *, const fd_rows *, const fd_rows *sources, const fd_pass *);
+    int64_t (*sampling_scratch)(int vocab, int threads);
+    void (*sample)(const fd_sampling *);
 } fd_kernels;
 
 #endif

@@ -1,0 +1,408 @@
+/* From logits to probabilities, and to a token that was sampled with keyed noise. sampling/weights.py and filters.py are
+ * the reference, with the same bits.
+ *
+ * A row is read once for its maximum and the maxima of its blocks. Later passes skip the blocks that cannot matter. A
+ * filter turns the row into a list of the tokens that it keeps, in ascending order. */
+#ifndef FD_SAMPLER_H
+#define FD_SAMPLER_H
+
+#include "foredraft.h"
+#include "race.h"
+#include "selection.h"
+#include "team.h"
+
+enum { INVALID_TOKEN = -1, UNCERTAIN_TOKEN = -2 }; /* a row without a distribution; a race that is too close */
+enum { BLOCK = RACE_BLOCK, BLOCK_VECTORS = BLOCK / LANES };
+static const float NO_LOGIT = -INFINITY;
+
+/* One row and its scratch. */
+typedef struct {
+    const fd_sampling *job;
+    const float *x; /* [V] */
+    float tail[BLOCK]; /* the last block if it is not full, filled up with -inf */
+    float *block_max;  /* [num_blocks] */
+    float *weight;     /* [num_blocks * BLOCK] of all tokens, or of the list */
+    int32_t *id;       /* the same, of the list */
+    uint32_t *key;     /* the same, of the list or of the blocks */
+    int32_t *member;   /* the same, scratch of find_cut */
+    int num_blocks, count; /* count: tokens of the list; -1 = no list, all tokens are kept */
+    float max, scale;
+    int64_t units; /* sum of the weights that are kept */
+} sampler;
+
+INLINE int64_t padded_size(int vocab) { return (int64_t)(vocab + BLOCK - 1) / BLOCK * BLOCK; }
+
+/* Bytes of scratch of one member: converted logits, weights, ids, keys and members, and maxima of blocks. */
+static int64_t sampler_scratch(int vocab) {
+    int64_t size = padded_size(vocab);
+    return (5 * size + size / BLOCK) * 4 + 64 * 8;
+}
+
+INLINE const float *block_logits(const sampler *s, int b) {
+    return b == s->num_blocks - 1 && s->job->vocab % BLOCK ? s->tail : s->x + (long)b * BLOCK;
+}
+
+INLINE float reduce_max_fast(vf x) {
+#if LANES == 16
+    return _mm512_reduce_max_ps((__m512)x);
+#else
+    return reduce_max(x);
+#endif
+}
+
+/* Maximum of two vectors that are not NaN. */
+INLINE vf pick_max(vf a, vf b) {
+#if LANES == 16
+    return (vf)_mm512_max_ps((__m512)a, (__m512)b);
+#elif LANES == 8
+    return (vf)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+    return vselect(a > b, a, b);
+#endif
+}
+
+INLINE vi find_nan(vf a, vf b) {
+#if LANES == 16
+    return (vi)_mm512_maskz_set1_epi32(_mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_UNORD_Q), -1);
+#elif LANES == 8
+    return (vi)_mm256_cmp_ps((__m256)a, (__m256)b, _CMP_UNORD_Q);
+#else
+    return (a != a) | (b != b);
+#endif
+}
+
+/* Reads a row. Returns whether it has a distribution: no NaN, and a largest logit that is finite. */
+static int read_row(sampler *s, int64_t row, float *converted) {
+    const int vocab = s->job->vocab, full = vocab / BLOCK;
+    s->num_blocks = (int)(padded_size(vocab) / BLOCK);
+    s->count = -1;
+    const char *from = (const char *)s->job->logits + row * s->job->stride * (s->job->is_bf16 ? 2 : 4);
+    s->x = s->job->is_bf16 ? converted : (const float *)from;
+    for (int i = 0; i < BLOCK; i++) s->tail[i] = NO_LOGIT;
+    for (int i = full * BLOCK; i < vocab; i++)
+        s->tail[i - full * BLOCK] = s->job->is_bf16 ? bf16_to_float(((const uint16_t *)from)[i]) : s->x[i];
+    float max = NO_LOGIT;
+    vi nan = {0};
+    for (int b = 0; b < s->num_blocks; b++) {
+        vf v[BLOCK_VECTORS];
+        if (s->job->is_bf16 && b < full) {
+            for (int i = 0; i < BLOCK_VECTORS; i++) {
+                v[i] = load_bf16((const uint16_t *)from + (long)b * BLOCK + i * LANES);
+                store(converted + (long)b * BLOCK + i * LANES, v[i]);
+            }
+        } else {
+            const float *x = block_logits(s, b);
+            for (int i = 0; i < BLOCK_VECTORS; i++) v[i] = load(x + i * LANES);
+        }
+        for (int i = 0; i < BLOCK_VECTORS; i += 2) nan |= find_nan(v[i], v[i + 1]);
+        for (int i = 1; i < BLOCK_VECTORS; i++) v[0] = pick_max(v[0], v[i]);
+        s->block_max[b] = reduce_max_fast(v[0]);
+        max = s->block_max[b] > max ? s->block_max[b] : max;
+    }
+    s->max = max;
+    for (int i = 0; i < LANES; i++)
+        if (nan[i]) return 0;
+    return isfinite(max);
+}
+
+INLINE vf compute_weights(const sampler *s, vf x) { return compute_power((x - s->max) * s->scale); }
+INLINE float compute_exponent(const sampler *s, float x) { return (x - s->max) * s->scale; }
+INLINE float compute_weight(const sampler *s, float x) { return compute_power_scalar(compute_exponent(s, x)); }
+
+/* Appends the lanes with value >= floor to the list, the values as weights. Writes up to LANES entries beyond. */
+INLINE int append_lanes(sampler *s, int count, vf value, float floor, int32_t first) {
+#if LANES == 16
+    __mmask16 keep = _mm512_cmp_ps_mask((__m512)value, _mm512_set1_ps(floor), _CMP_GE_OQ);
+    if (!keep) return count;
+    const __m512i lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    _mm512_storeu_ps(s->weight + count, _mm512_maskz_compress_ps(keep, (__m512)value));
+    __m512i ids = _mm512_add_epi32(lane, _mm512_set1_epi32(first));
+    _mm512_storeu_si512(s->id + count, _mm512_maskz_compress_epi32(keep, ids));
+    return count + __builtin_popcount(keep);
+#else
+    for (int i = 0; i < LANES; i++) {
+        float w = value[i];
+        s->weight[count] = w;
+        s->id[count] = first + i;
+        count += w >= floor;
+    }
+    return count;
+#endif
+}
+
+/* Lists the tokens whose logit is at least `floor`, in the blocks that have one; the weights are still logits. */
+static void list_logits(sampler *s, float floor) {
+    s->count = 0;
+    for (int b = 0; b < s->num_blocks; b++) {
+        if (!(s->block_max[b] >= floor)) continue;
+        const float *x = block_logits(s, b);
+        for (int i = 0; i < BLOCK; i += LANES) s->count = append_lanes(s, s->count, load(x + i), floor, b * BLOCK + i);
+    }
+    while (s->count && s->id[s->count - 1] >= s->job->vocab) s->count--; /* padding has the logit -inf */
+}
+
+/* Keeps the entries of the list whose weight is at least `floor`. */
+static void keep_weights(sampler *s, float floor) {
+    int kept = 0;
+    for (int i = 0; i < s->count; i++) {
+        s->weight[kept] = s->weight[i];
+        s->id[kept] = s->id[i];
+        kept += s->weight[i] >= floor;
+    }
+    s->count = kept;
+}
+
+static void keep_cut(sampler *s, const uint32_t *key, cut c) {
+    int kept = 0;
+    for (int i = 0; i < s->count; i++) {
+        int keep = is_in_cut(c, key[i], i) && s->weight[i] > 0;
+        s->weight[kept] = s->weight[i];
+        s->id[kept] = s->id[i];
+        kept += keep;
+    }
+    s->count = kept;
+}
+
+/* Fills the list up to a whole block with entries that have no weight. */
+static void pad_list(sampler *s) {
+    for (int64_t i = s->count; i < padded_size(s->count); i++) s->weight[i] = 0, s->id[i] = 0;
+}
+
+/* Turns the logits of the list into weights. */
+static void weigh_list(sampler *s) {
+    for (int64_t i = s->count; i < padded_size(s->count); i++) s->weight[i] = NO_LOGIT, s->id[i] = 0;
+    for (int i = 0; i < s->count; i += LANES) store(s->weight + i, compute_weights(s, load(s->weight + i)));
+}
+
+static int64_t sum_list(sampler *s) {
+    unit_sum sum = {0};
+    pad_list(s);
+    for (int i = 0; i < s->count; i += LANES) add_units(&sum, load(s->weight + i));
+    return total_units(&sum);
+}
+
+/* The k-th largest logit of a list, or the smallest if it has fewer. */
+static float find_kth(sampler *s, const float *x, int n, int k) {
+    for (int i = 0; i < n; i++) s->key[i] = order_key(x[i]);
+    if (n < k) k = n;
+    return key_to_float(find_cut(s->key, NULL, n, k, s->member).key);
+}
+
+static void keep_top_k(sampler *s, int k) {
+    float floor = k <= s->num_blocks ? find_kth(s, s->block_max, s->num_blocks, k) : NO_LOGIT; /* k tokens reach it */
+    list_logits(s, floor);
+    floor = find_kth(s, s->weight, s->count, k);
+    keep_weights(s, floor);
+    weigh_list(s);
+}
+
+/* Writes the weights of all tokens and returns their sum. */
+static int64_t weigh_all(sampler *s, float *out) {
+    unit_sum sum = {0};
+    for (int b = 0; b < s->num_blocks; b++) {
+        const float *x = block_logits(s, b);
+        for (int i = 0; i < BLOCK; i += LANES) {
+            vf w = compute_weights(s, load(x + i));
+            store(out + (long)b * BLOCK + i, w);
+            add_units(&sum, w);
+        }
+    }
+    return total_units(&sum);
+}
+
+/* Smallest weights of the lists in which a nucleus is searched, one after the other. */
+static const float NUCLEUS_FLOORS[] = {0x1p-4f, 0x1p-8f, 0x1p-12f, 0x1p-20f, 0};
+
+/* Lists the likeliest tokens with at least `limit` units. all: weights of all tokens. */
+static void list_nucleus(sampler *s, const float *all, int64_t limit) {
+    for (int f = 0; f < (int)(sizeof NUCLEUS_FLOORS / sizeof *NUCLEUS_FLOORS); f++) {
+        float floor = NUCLEUS_FLOORS[f];
+        s->count = 0;
+        for (int b = 0; b < s->num_blocks; b++) {
+            if (compute_weight(s, s->block_max[b]) < floor * 0.999f) continue; /* a margin for rounding */
+            for (int i = 0; i < BLOCK; i += LANES)
+                s->count = append_lanes(s, s->count, load(all + (long)b * BLOCK + i), floor, b * BLOCK + i);
+        }
+        while (s->count && s->id[s->count - 1] >= s->job->vocab) s->count--;
+        if (sum_list(s) >= limit) return;
+    }
+}
+
+INLINE int64_t compute_limit(double mass, int64_t units) { return (int64_t)ceil(mass * (double)units); }
+
+static void keep_top_p(sampler *s, double mass, float *all) {
+    if (s->count < 0) {
+        int64_t limit = compute_limit(mass, weigh_all(s, all));
+        list_nucleus(s, all, limit);
+        keep_cut(s, (const uint32_t *)s->weight, find_cut((uint32_t *)s->weight, s->weight, s->count, limit, s->member));
+        return;
+    }
+    int64_t limit = compute_limit(mass, sum_list(s));
+    keep_cut(s, (const uint32_t *)s->weight, find_cut((uint32_t *)s->weight, s->weight, s->count, limit, s->member));
+}
+
+/* Lists all tokens with a weight. */
+static void list_all(sampler *s) {
+    list_logits(s, s->max + MIN_EXPONENT / s->scale * 1.001f);
+    weigh_list(s);
+    keep_weights(s, 0x1p-126f);
+}
+
+static void keep_min_p(sampler *s, double ratio) {
+    float floor = (float)ratio;
+    if ((double)floor < ratio) floor = nextafterf(floor, INFINITY); /* the smallest float32 that is not below */
+    if (!(floor > 0)) floor = 0x1p-126f;
+    if (s->count < 0) {
+        float exponent = (float)log2(ratio > 0x1p-100 ? ratio : 0x1p-100) - 0.01f;
+        list_logits(s, s->max + exponent / s->scale * 1.001f);
+        weigh_list(s);
+    }
+    keep_weights(s, floor);
+}
+
+/* Keeps the tokens whose surprisal is nearest to the entropy. Both are relative to the same number of bits here: the
+ * mean of -exponent is the entropy, and -exponent the surprisal, less log2 of the sum of all weights. */
+static void keep_typical(sampler *s, double mass) {
+    if (s->count < 0) list_all(s);
+    int64_t units = sum_list(s), product = 0;
+    for (int i = 0; i < s->count; i++) {
+        float t = compute_exponent(s, s->id[i] / BLOCK == s->num_blocks - 1 && s->job->vocab % BLOCK
+                                          ? s->tail[s->id[i] % BLOCK]
+                                          : s->x[s->id[i]]);
+        memcpy(&s->key[i], &t, 4);
+        product += count_units((double)s->weight[i] * (double)t);
+    }
+    float mean = (float)((double)product / (double)units);
+    for (int i = 0; i < s->count; i++) {
+        float t;
+        memcpy(&t, &s->key[i], 4);
+        float gap = fabsf(t - mean);
+        memcpy(&s->key[i], &gap, 4);
+        s->key[i] = ~s->key[i];
+    }
+    keep_cut(s, s->key, find_cut(s->key, s->weight, s->count, compute_limit(mass, units), s->member));
+}
+
+static void list_argmax(sampler *s) {
+    int b = 0;
+    while (s->block_max[b] < s->max) b++;
+    const float *x = block_logits(s, b);
+    int i = 0;
+    while (x[i] < s->max) i++;
+    s->id[0] = b * BLOCK + i;
+    s->weight[0] = 1;
+    s->count = 1;
+}
+
+static void filter(sampler *s, const fd_settings *of, float *all) {
+    if (!(of->temperature > 0)) {
+        list_argmax(s);
+        return;
+    }
+    s->scale = compute_scale(of->temperature);
+    if (of->top_k > 0 && of->top_k < s->job->vocab) keep_top_k(s, (int)of->top_k);
+    if (of->top_p < 1) keep_top_p(s, of->top_p, all);
+    if (of->min_p > 0) keep_min_p(s, of->min_p);
+    if (of->typical_p < 1) keep_typical(s, of->typical_p);
+}
+
+static void race_candidates(race *r, const sampler *s, int first, const uint8_t *masks) {
+    const float *x = s->count < 0 ? block_logits(s, first / BLOCK) : NULL;
+    for (int v = 0; v < WIDE_VECTORS; v++)
+        for (uint32_t mask = masks[v]; mask; mask &= mask - 1) {
+            int i = v * WIDE_LANES + __builtin_ctz(mask);
+            if (x) race_token(r, first + i, compute_weight(s, x[i]));
+            else if (s->weight[first + i] > 0) race_token(r, s->id[first + i], s->weight[first + i]);
+        }
+}
+
+/* Samples a token by the race. */
+static int32_t run_race(sampler *s, uint64_t key) {
+    race r = {.key = key, .margin = s->job->margin, .inverse_best = INFINITY, .token = INVALID_TOKEN};
+    uint8_t masks[WIDE_VECTORS];
+    if (s->count == 1) return s->id[0];
+    if (s->count < 0) {
+        int b = 0;
+        while (s->block_max[b] < s->max) b++;
+        const float *x = block_logits(s, b);
+        int i = 0;
+        while (x[i] < s->max) i++;
+        race_token(&r, b * BLOCK + i, 1.0f); /* the likeliest token first, for a high score to begin with */
+        int32_t likeliest = b * BLOCK + i;
+        for (b = 0; b < s->num_blocks; b++) {
+            uint64_t needed = find_needed_bits(&r, compute_weight(s, s->block_max[b]) * 1.0001f);
+            if (needed == ~(uint64_t)0 || !find_candidates(&r, needed, b * BLOCK, NULL, masks)) continue;
+            if (likeliest / BLOCK == b) masks[likeliest % BLOCK / WIDE_LANES] &= ~(1u << likeliest % WIDE_LANES);
+            race_candidates(&r, s, b * BLOCK, masks);
+        }
+    } else {
+        pad_list(s);
+        for (int first = 0; first < s->count; first += BLOCK) {
+            vf max = load(s->weight + first);
+            for (int i = LANES; i < BLOCK; i += LANES) max = pick_max(max, load(s->weight + first + i));
+            uint64_t needed = find_needed_bits(&r, reduce_max_fast(max));
+            if (needed == ~(uint64_t)0 || !find_candidates(&r, needed, 0, s->id + first, masks)) continue;
+            race_candidates(&r, s, first, masks);
+        }
+    }
+    return is_certain(&r) ? r.token : UNCERTAIN_TOKEN;
+}
+
+/* Writes probabilities [V]; NaN throughout if the row has no distribution. */
+static void write_probs(sampler *s, float *out, int is_valid, float *all) {
+    const int vocab = s->job->vocab;
+    if (!is_valid) {
+        for (int i = 0; i < vocab; i++) out[i] = NAN;
+        return;
+    }
+    if (s->count < 0) {
+        float inverse = (float)(1 / ((double)weigh_all(s, all) * UNIT));
+        int i = 0;
+        for (; i + LANES <= vocab; i += LANES) store(out + i, load(all + i) * inverse);
+        for (; i < vocab; i++) out[i] = all[i] * inverse;
+        return;
+    }
+    float inverse = (float)(1 / ((double)sum_list(s) * UNIT));
+    memset(out, 0, (size_t)vocab * sizeof *out);
+    for (int i = 0; i < s->count; i++) out[s->id[i]] = s->weight[i] * inverse;
+}
+
+typedef struct {
+    const fd_sampling *job;
+    atomic_int num_members;
+} sampling_team;
+
+INLINE void *take_scratch(char **scratch, int64_t bytes) {
+    char *taken = *scratch;
+    *scratch += (bytes + 63) / 64 * 64;
+    return taken;
+}
+
+static void sampling_body(void *arg, fd_team *team) {
+    sampling_team *t = arg;
+    const fd_sampling *job = t->job;
+    int64_t bytes = padded_size(job->vocab) * 4;
+    char *scratch = align(job->scratch) + atomic_fetch_add(&t->num_members, 1) * sampler_scratch(job->vocab);
+    sampler s = {.job = job};
+    s.block_max = take_scratch(&scratch, bytes / BLOCK);
+    s.weight = take_scratch(&scratch, bytes);
+    s.id = take_scratch(&scratch, bytes);
+    s.key = take_scratch(&scratch, bytes);
+    s.member = take_scratch(&scratch, bytes);
+    float *converted = take_scratch(&scratch, bytes);
+    FOR_EACH_ITEM(r, job->num_rows) {
+        int is_valid = read_row(&s, job->rows[r], converted);
+        if (is_valid) filter(&s, &job->settings[r], (float *)s.key);
+        if (job->probs) write_probs(&s, job->probs + (int64_t)r * job->vocab, is_valid, (float *)s.key);
+        if (job->tokens) job->tokens[r] = is_valid ? run_race(&s, job->keys[r]) : INVALID_TOKEN;
+    }
+}
+
+static void sample(const fd_sampling *job) {
+    sampling_team t = {.job = job};
+    fd_parallel(sampling_body, &t);
+}
+
+static int64_t team_sampling_scratch(int vocab, int threads) { return threads * sampler_scratch(vocab) + 64; }
+
+#endif
