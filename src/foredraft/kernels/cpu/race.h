@@ -14,6 +14,9 @@
 #define MIX_2 0x94D049BB133111EBu
 #define LEADING_BITS (~(((uint64_t)1 << 33) - 1)) /* bits that the last shift of the mix leaves */
 #define SMALLEST_DISTANCE 0x1p-54                 /* below every 1 - u */
+
+typedef uint64_t vq __attribute__((vector_size(LANES * 4)));
+enum { WIDE_LANES = LANES / 2 }; /* lanes of vq */
 enum { RACE_BLOCK = 128, WIDE_VECTORS = RACE_BLOCK / WIDE_LANES };
 
 typedef struct {
@@ -37,8 +40,7 @@ static void race_token(race *r, int32_t token, float w) {
         r->second = r->best;
         r->best = score;
         r->token = token;
-        /* 1 - 1e-3: a runner-up must be seen too */
-        r->inverse_best = 1 / (score * (1 - r->margin));
+        r->inverse_best = 1 / (score * (1 - r->margin)); /* a close runner-up must be seen too */
     } else if (score > r->second) r->second = score;
 }
 

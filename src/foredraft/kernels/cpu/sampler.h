@@ -20,22 +20,24 @@ typedef struct {
     const fd_sampling *job;
     const float *x; /* [V] */
     float tail[BLOCK]; /* the last block if it is not full, filled up with -inf */
-    float *block_max;  /* [num_blocks] */
-    float *weight;     /* [num_blocks * BLOCK] of all tokens, or of the list */
-    int32_t *id;       /* the same, of the list */
-    uint32_t *key;     /* the same, of the list or of the blocks */
-    int32_t *member;   /* the same, scratch of find_cut */
+    float *block_max;    /* [num_blocks] largest logits */
+    float *block_weight; /* [num_blocks] largest weights, and a margin for rounding */
+    float *all;          /* [num_blocks * BLOCK] weights of all tokens, if a filter or the output needs them */
+    float *weight;       /* the same, of the list */
+    int32_t *id;         /* the same, of the list */
+    uint32_t *key;       /* the same, of the list or of the blocks */
+    int32_t *member;     /* the same, scratch of find_cut */
     int num_blocks, count; /* count: tokens of the list; -1 = no list, all tokens are kept */
     float max, scale;
-    int64_t units; /* sum of the weights that are kept */
+    int64_t limit; /* of a nucleus that is not listed but checked after the race; 0 = none */
 } sampler;
 
 INLINE int64_t padded_size(int vocab) { return (int64_t)(vocab + BLOCK - 1) / BLOCK * BLOCK; }
 
-/* Bytes of scratch of one member: converted logits, weights, ids, keys and members, and maxima of blocks. */
+/* Bytes of scratch of one member: converted logits, weights of both kinds, ids, keys and members, maxima of blocks. */
 static int64_t sampler_scratch(int vocab) {
     int64_t size = padded_size(vocab);
-    return (5 * size + size / BLOCK) * 4 + 64 * 8;
+    return (6 * size + 2 * (size / BLOCK + LANES)) * 4 + 64 * 8;
 }
 
 INLINE const float *block_logits(const sampler *s, int b) {
@@ -109,63 +111,48 @@ INLINE vf compute_weights(const sampler *s, vf x) { return compute_power((x - s-
 INLINE float compute_exponent(const sampler *s, float x) { return (x - s->max) * s->scale; }
 INLINE float compute_weight(const sampler *s, float x) { return compute_power_scalar(compute_exponent(s, x)); }
 
-/* Appends the lanes with value >= floor to the list, the values as weights. Writes up to LANES entries beyond. */
-INLINE int append_lanes(sampler *s, int count, vf value, float floor, int32_t first) {
-#if LANES == 16
-    __mmask16 keep = _mm512_cmp_ps_mask((__m512)value, _mm512_set1_ps(floor), _CMP_GE_OQ);
-    if (!keep) return count;
-    const __m512i lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-    _mm512_storeu_ps(s->weight + count, _mm512_maskz_compress_ps(keep, (__m512)value));
-    __m512i ids = _mm512_add_epi32(lane, _mm512_set1_epi32(first));
-    _mm512_storeu_si512(s->id + count, _mm512_maskz_compress_epi32(keep, ids));
-    return count + __builtin_popcount(keep);
-#else
-    for (int i = 0; i < LANES; i++) {
-        float w = value[i];
-        s->weight[count] = w;
-        s->id[count] = first + i;
-        count += w >= floor;
-    }
-    return count;
-#endif
-}
-
 /* Lists the tokens whose logit is at least `floor`, in the blocks that have one; the weights are still logits. */
 static void list_logits(sampler *s, float floor) {
     s->count = 0;
     for (int b = 0; b < s->num_blocks; b++) {
         if (!(s->block_max[b] >= floor)) continue;
         const float *x = block_logits(s, b);
-        for (int i = 0; i < BLOCK; i += LANES) s->count = append_lanes(s, s->count, load(x + i), floor, b * BLOCK + i);
+        for (int i = 0; i < BLOCK; i += LANES) {
+            vf logit = load(x + i);
+            vi keep = logit >= floor;
+            if (is_any(keep))
+                s->count = append_kept(s->weight, s->id, s->count, logit, count_from(b * BLOCK + i), keep);
+        }
     }
     while (s->count && s->id[s->count - 1] >= s->job->vocab) s->count--; /* padding has the logit -inf */
-}
-
-/* Keeps the entries of the list whose weight is at least `floor`. */
-static void keep_weights(sampler *s, float floor) {
-    int kept = 0;
-    for (int i = 0; i < s->count; i++) {
-        s->weight[kept] = s->weight[i];
-        s->id[kept] = s->id[i];
-        kept += s->weight[i] >= floor;
-    }
-    s->count = kept;
-}
-
-static void keep_cut(sampler *s, const uint32_t *key, cut c) {
-    int kept = 0;
-    for (int i = 0; i < s->count; i++) {
-        int keep = is_in_cut(c, key[i], i) && s->weight[i] > 0;
-        s->weight[kept] = s->weight[i];
-        s->id[kept] = s->id[i];
-        kept += keep;
-    }
-    s->count = kept;
 }
 
 /* Fills the list up to a whole block with entries that have no weight. */
 static void pad_list(sampler *s) {
     for (int64_t i = s->count; i < padded_size(s->count); i++) s->weight[i] = 0, s->id[i] = 0;
+}
+
+/* Keeps the entries of the list whose weight, or logit, is at least `floor`. */
+static void keep_weights(sampler *s, float floor) {
+    int kept = 0;
+    for (int i = 0; i < s->count; i += LANES) {
+        vf w = load(s->weight + i);
+        vi keep = (w >= floor) & (count_from(i) < s->count);
+        if (is_any(keep)) kept = append_kept(s->weight, s->id, kept, w, load_ints(s->id + i), keep);
+    }
+    s->count = kept;
+}
+
+/* Keeps the entries of the list whose key is in a cut, and that have a weight. */
+static void keep_cut(sampler *s, const uint32_t *key, cut c) {
+    int kept = 0;
+    pad_list(s);
+    for (int i = 0; i < s->count; i += LANES) {
+        vf w = load(s->weight + i);
+        vi keep = is_in_cut(c, load_words(key + i), count_from(i)) & (w > 0);
+        if (is_any(keep)) kept = append_kept(s->weight, s->id, kept, w, load_ints(s->id + i), keep);
+    }
+    s->count = kept;
 }
 
 /* Turns the logits of the list into weights. */
@@ -197,48 +184,72 @@ static void keep_top_k(sampler *s, int k) {
 }
 
 /* Writes the weights of all tokens and returns their sum. */
-static int64_t weigh_all(sampler *s, float *out) {
+static int64_t weigh_all(sampler *s) {
     unit_sum sum = {0};
     for (int b = 0; b < s->num_blocks; b++) {
         const float *x = block_logits(s, b);
         for (int i = 0; i < BLOCK; i += LANES) {
             vf w = compute_weights(s, load(x + i));
-            store(out + (long)b * BLOCK + i, w);
+            store(s->all + (long)b * BLOCK + i, w);
             add_units(&sum, w);
         }
     }
     return total_units(&sum);
 }
 
-/* Smallest weights of the lists in which a nucleus is searched, one after the other. */
-static const float NUCLEUS_FLOORS[] = {0x1p-4f, 0x1p-8f, 0x1p-12f, 0x1p-20f, 0};
-
-/* Lists the likeliest tokens with at least `limit` units. all: weights of all tokens. */
-static void list_nucleus(sampler *s, const float *all, int64_t limit) {
-    for (int f = 0; f < (int)(sizeof NUCLEUS_FLOORS / sizeof *NUCLEUS_FLOORS); f++) {
-        float floor = NUCLEUS_FLOORS[f];
-        s->count = 0;
-        for (int b = 0; b < s->num_blocks; b++) {
-            if (compute_weight(s, s->block_max[b]) < floor * 0.999f) continue; /* a margin for rounding */
-            for (int i = 0; i < BLOCK; i += LANES)
-                s->count = append_lanes(s, s->count, load(all + (long)b * BLOCK + i), floor, b * BLOCK + i);
+/* Lists the tokens whose weight is at least `floor`, above zero. Returns their sum. */
+static int64_t list_weights(sampler *s, float floor) {
+    unit_sum sum = {0};
+    s->count = 0;
+    for (int b = 0; b < s->num_blocks; b++) {
+        if (s->block_weight[b] < floor) continue;
+        for (int i = 0; i < BLOCK; i += LANES) {
+            vf w = load(s->all + (long)b * BLOCK + i);
+            vi keep = w >= floor;
+            if (!is_any(keep)) continue;
+            s->count = append_kept(s->weight, s->id, s->count, w, count_from(b * BLOCK + i), keep);
+            add_units(&sum, (vf)((vi)w & keep));
         }
-        while (s->count && s->id[s->count - 1] >= s->job->vocab) s->count--;
-        if (sum_list(s) >= limit) return;
     }
+    return total_units(&sum);
 }
 
 INLINE int64_t compute_limit(double mass, int64_t units) { return (int64_t)ceil(mass * (double)units); }
 
-static void keep_top_p(sampler *s, double mass, float *all) {
-    if (s->count < 0) {
-        int64_t limit = compute_limit(mass, weigh_all(s, all));
-        list_nucleus(s, all, limit);
-        keep_cut(s, (const uint32_t *)s->weight, find_cut((uint32_t *)s->weight, s->weight, s->count, limit, s->member));
-        return;
+/* Blocks with a token whose weight is at least `floor`. */
+static int count_blocks(const sampler *s, float floor) {
+    int count = 0;
+    for (int b = 0; b < s->num_blocks; b++) count += s->block_weight[b] >= floor;
+    return count;
+}
+
+/* Lists the nucleus, or a few more tokens. Returns 0 if `is_lazy` and the list would be long. Tokens below `last` have
+ * too little mass together to belong to the nucleus. */
+static int list_nucleus(sampler *s, int64_t limit, int64_t units, int is_lazy) {
+    float last = (float)((double)(units - limit) * UNIT / s->job->vocab) * 0.99f;
+    if (!(last > 0x1p-60f)) last = 0x1p-126f;
+    for (float floor = 0x1p-4f; floor > 8 * last; floor *= 0x1p-4f) {
+        if (is_lazy && count_blocks(s, floor) > s->num_blocks / 8) break;
+        if (list_weights(s, floor) >= limit) return 1;
     }
-    int64_t limit = compute_limit(mass, sum_list(s));
-    keep_cut(s, (const uint32_t *)s->weight, find_cut((uint32_t *)s->weight, s->weight, s->count, limit, s->member));
+    if (!is_lazy) list_weights(s, last);
+    return !is_lazy;
+}
+
+/* Keeps the nucleus. is_lazy: the race may check whether its token is in the nucleus, in place of the list. */
+static void keep_top_p(sampler *s, double mass, int is_lazy) {
+    int64_t limit;
+    if (s->count < 0) {
+        int64_t units = weigh_all(s);
+        limit = compute_limit(mass, units);
+        if (!list_nucleus(s, limit, units, is_lazy)) {
+            s->count = -1;
+            s->limit = limit;
+            return;
+        }
+    } else limit = compute_limit(mass, sum_list(s));
+    const uint32_t *key = (const uint32_t *)s->weight; /* floats above zero have the order of their bits */
+    keep_cut(s, key, find_cut(key, s->weight, s->count, limit, s->member));
 }
 
 /* Lists all tokens with a weight. */
@@ -283,83 +294,126 @@ static void keep_typical(sampler *s, double mass) {
     keep_cut(s, s->key, find_cut(s->key, s->weight, s->count, compute_limit(mass, units), s->member));
 }
 
-static void list_argmax(sampler *s) {
-    int b = 0;
+INLINE int32_t find_likeliest(const sampler *s) {
+    int b = 0, i = 0;
     while (s->block_max[b] < s->max) b++;
     const float *x = block_logits(s, b);
-    int i = 0;
     while (x[i] < s->max) i++;
-    s->id[0] = b * BLOCK + i;
+    return b * BLOCK + i;
+}
+
+static void list_argmax(sampler *s) {
+    s->id[0] = find_likeliest(s);
     s->weight[0] = 1;
     s->count = 1;
 }
 
-static void filter(sampler *s, const fd_settings *of, float *all) {
+static void filter(sampler *s, const fd_settings *of) {
+    s->limit = 0;
     if (!(of->temperature > 0)) {
         list_argmax(s);
         return;
     }
     s->scale = compute_scale(of->temperature);
+    for (int b = 0; b < s->num_blocks; b += LANES)
+        store(s->block_weight + b, compute_weights(s, load(s->block_max + b)) * 1.0001f);
     if (of->top_k > 0 && of->top_k < s->job->vocab) keep_top_k(s, (int)of->top_k);
-    if (of->top_p < 1) keep_top_p(s, of->top_p, all);
+    if (of->top_p < 1) keep_top_p(s, of->top_p, !s->job->probs && !(of->min_p > 0) && !(of->typical_p < 1));
     if (of->min_p > 0) keep_min_p(s, of->min_p);
     if (of->typical_p < 1) keep_typical(s, of->typical_p);
 }
 
-static void race_candidates(race *r, const sampler *s, int first, const uint8_t *masks) {
-    const float *x = s->count < 0 ? block_logits(s, first / BLOCK) : NULL;
+/* The tokens that come before a token of a nucleus: those with a larger weight, and those of the same with a lower id. */
+typedef struct {
+    float weight;
+    int32_t token;
+} rank;
+
+INLINE int is_before(rank r, float weight, int32_t token) {
+    return weight > r.weight || (weight == r.weight && token < r.token);
+}
+
+static int64_t sum_before(const sampler *s, rank r) {
+    unit_sum sum = {0};
+    for (int b = 0; b < s->num_blocks; b++) {
+        if (s->block_weight[b] < r.weight) continue;
+        for (int i = 0; i < BLOCK; i += LANES) {
+            vf w = load(s->all + (long)b * BLOCK + i);
+            vi keep = (w > r.weight) | ((w == r.weight) & (count_from(b * BLOCK + i) < r.token));
+            add_units(&sum, (vf)((vi)w & keep));
+        }
+    }
+    return total_units(&sum);
+}
+
+/* Races the tokens of a block whose u is large enough. r: race; limit: only tokens before it take part. */
+static void race_block(race *r, const sampler *s, int b, rank limit) {
+    uint8_t masks[WIDE_VECTORS];
+    if (s->block_weight[b] < limit.weight) return;
+    uint64_t needed = find_needed_bits(r, s->block_weight[b]);
+    if (needed == ~(uint64_t)0 || !find_candidates(r, needed, b * BLOCK, NULL, masks)) return;
+    const float *x = block_logits(s, b);
     for (int v = 0; v < WIDE_VECTORS; v++)
         for (uint32_t mask = masks[v]; mask; mask &= mask - 1) {
-            int i = v * WIDE_LANES + __builtin_ctz(mask);
-            if (x) race_token(r, first + i, compute_weight(s, x[i]));
-            else if (s->weight[first + i] > 0) race_token(r, s->id[first + i], s->weight[first + i]);
+            int i = v * WIDE_LANES + __builtin_ctz(mask), token = b * BLOCK + i;
+            float w = compute_weight(s, x[i]);
+            if (token != r->token && is_before(limit, w, token)) race_token(r, token, w);
         }
 }
 
-/* Samples a token by the race. */
-static int32_t run_race(sampler *s, uint64_t key) {
+/* Samples one of the tokens before `limit`. The likeliest token is first, for a high score to begin with. */
+static int32_t race_all(sampler *s, uint64_t key, rank limit) {
+    race r = {.key = key, .margin = s->job->margin, .inverse_best = INFINITY, .token = INVALID_TOKEN};
+    int32_t likeliest = find_likeliest(s);
+    if (is_before(limit, 1.0f, likeliest)) race_token(&r, likeliest, 1.0f);
+    for (int b = 0; b < s->num_blocks; b++) race_block(&r, s, b, limit);
+    return is_certain(&r) ? r.token : UNCERTAIN_TOKEN;
+}
+
+static int32_t race_list(sampler *s, uint64_t key) {
     race r = {.key = key, .margin = s->job->margin, .inverse_best = INFINITY, .token = INVALID_TOKEN};
     uint8_t masks[WIDE_VECTORS];
-    if (s->count == 1) return s->id[0];
-    if (s->count < 0) {
-        int b = 0;
-        while (s->block_max[b] < s->max) b++;
-        const float *x = block_logits(s, b);
-        int i = 0;
-        while (x[i] < s->max) i++;
-        race_token(&r, b * BLOCK + i, 1.0f); /* the likeliest token first, for a high score to begin with */
-        int32_t likeliest = b * BLOCK + i;
-        for (b = 0; b < s->num_blocks; b++) {
-            uint64_t needed = find_needed_bits(&r, compute_weight(s, s->block_max[b]) * 1.0001f);
-            if (needed == ~(uint64_t)0 || !find_candidates(&r, needed, b * BLOCK, NULL, masks)) continue;
-            if (likeliest / BLOCK == b) masks[likeliest % BLOCK / WIDE_LANES] &= ~(1u << likeliest % WIDE_LANES);
-            race_candidates(&r, s, b * BLOCK, masks);
-        }
-    } else {
-        pad_list(s);
-        for (int first = 0; first < s->count; first += BLOCK) {
-            vf max = load(s->weight + first);
-            for (int i = LANES; i < BLOCK; i += LANES) max = pick_max(max, load(s->weight + first + i));
-            uint64_t needed = find_needed_bits(&r, reduce_max_fast(max));
-            if (needed == ~(uint64_t)0 || !find_candidates(&r, needed, 0, s->id + first, masks)) continue;
-            race_candidates(&r, s, first, masks);
-        }
+    pad_list(s);
+    for (int first = 0; first < s->count; first += BLOCK) {
+        vf max = load(s->weight + first);
+        for (int i = LANES; i < BLOCK; i += LANES) max = pick_max(max, load(s->weight + first + i));
+        uint64_t needed = find_needed_bits(&r, reduce_max_fast(max));
+        if (needed == ~(uint64_t)0 || !find_candidates(&r, needed, 0, s->id + first, masks)) continue;
+        for (int v = 0; v < WIDE_VECTORS; v++)
+            for (uint32_t mask = masks[v]; mask; mask &= mask - 1) {
+                int i = first + v * WIDE_LANES + __builtin_ctz(mask);
+                if (s->weight[i] > 0) race_token(&r, s->id[i], s->weight[i]);
+            }
     }
     return is_certain(&r) ? r.token : UNCERTAIN_TOKEN;
 }
 
+/* Samples a token. If the token of all is not in the nucleus, then that of the tokens before it, and so on: the winner
+ * of the nucleus is the first winner that is in it. */
+static int32_t run_race(sampler *s, uint64_t key) {
+    if (s->count == 1) return s->id[0];
+    if (s->count > 1) return race_list(s, key);
+    rank limit = {0, 0}; /* all tokens with a weight come before it */
+    for (;;) {
+        int32_t token = race_all(s, key, limit);
+        if (token < 0 || !s->limit) return token;
+        limit = (rank){s->all[token], token};
+        if (sum_before(s, limit) < s->limit) return token;
+    }
+}
+
 /* Writes probabilities [V]; NaN throughout if the row has no distribution. */
-static void write_probs(sampler *s, float *out, int is_valid, float *all) {
+static void write_probs(sampler *s, float *out, int is_valid) {
     const int vocab = s->job->vocab;
     if (!is_valid) {
         for (int i = 0; i < vocab; i++) out[i] = NAN;
         return;
     }
     if (s->count < 0) {
-        float inverse = (float)(1 / ((double)weigh_all(s, all) * UNIT));
+        float inverse = (float)(1 / ((double)weigh_all(s) * UNIT));
         int i = 0;
-        for (; i + LANES <= vocab; i += LANES) store(out + i, load(all + i) * inverse);
-        for (; i < vocab; i++) out[i] = all[i] * inverse;
+        for (; i + LANES <= vocab; i += LANES) store(out + i, load(s->all + i) * inverse);
+        for (; i < vocab; i++) out[i] = s->all[i] * inverse;
         return;
     }
     float inverse = (float)(1 / ((double)sum_list(s) * UNIT));
@@ -384,7 +438,9 @@ static void sampling_body(void *arg, fd_team *team) {
     int64_t bytes = padded_size(job->vocab) * 4;
     char *scratch = align(job->scratch) + atomic_fetch_add(&t->num_members, 1) * sampler_scratch(job->vocab);
     sampler s = {.job = job};
-    s.block_max = take_scratch(&scratch, bytes / BLOCK);
+    s.block_max = take_scratch(&scratch, bytes / BLOCK + LANES * 4);
+    s.block_weight = take_scratch(&scratch, bytes / BLOCK + LANES * 4);
+    s.all = take_scratch(&scratch, bytes);
     s.weight = take_scratch(&scratch, bytes);
     s.id = take_scratch(&scratch, bytes);
     s.key = take_scratch(&scratch, bytes);
@@ -392,8 +448,8 @@ static void sampling_body(void *arg, fd_team *team) {
     float *converted = take_scratch(&scratch, bytes);
     FOR_EACH_ITEM(r, job->num_rows) {
         int is_valid = read_row(&s, job->rows[r], converted);
-        if (is_valid) filter(&s, &job->settings[r], (float *)s.key);
-        if (job->probs) write_probs(&s, job->probs + (int64_t)r * job->vocab, is_valid, (float *)s.key);
+        if (is_valid) filter(&s, &job->settings[r]);
+        if (job->probs) write_probs(&s, job->probs + (int64_t)r * job->vocab, is_valid);
         if (job->tokens) job->tokens[r] = is_valid ? run_race(&s, job->keys[r]) : INVALID_TOKEN;
     }
 }

@@ -26,18 +26,6 @@
 
 static const float sixteenths[16] = {SIXTEENTHS};
 
-typedef uint64_t vq __attribute__((vector_size(LANES * 4)));
-typedef double vd __attribute__((vector_size(LANES * 4)));
-typedef float vf_half __attribute__((vector_size(LANES * 2)));
-enum { WIDE_LANES = LANES / 2 }; /* lanes of vq and vd */
-
-/* Float of the low half (0) or the high half (1) of a vector, as doubles. */
-INLINE vd widen(vf x, int half) {
-    vf_half part;
-    memcpy(&part, (const char *)&x + half * sizeof part, sizeof part);
-    return __builtin_convertvector(part, vd);
-}
-
 /* Entry (index mod 16) of `sixteenths`. */
 INLINE vf look_up_sixteenth(vi index) {
 #if LANES == 16
@@ -88,26 +76,73 @@ INLINE int64_t count_units(double mass) {
     return units - zero;
 }
 
-/* Sum of units of many vectors. */
+/* Sum of the units of many vectors. A weight is split into a multiple of 2^-20 and a rest, both rounded by the addition
+ * of a bias; their sums stay within 32 bits for MAX_PENDING vectors. */
+#define HIGH_BIAS 12.0f        /* 1.5 * 2^3: precision 2^-20 */
+#define LOW_BIAS 0x1.8p-19f    /* precision 2^-42 */
+#define HIGH_BIAS_BITS 0x41400000u
+#define LOW_BIAS_BITS 0x36400000u
+enum { MAX_PENDING = 512 };
+
 typedef struct {
-    vq low, high;
-    int64_t count;
+    vu high, low;
+    int64_t total;
+    uint32_t pending;
 } unit_sum;
 
-INLINE void add_units(unit_sum *sum, vf w) {
-    sum->low += (vq)(widen(w, 0) + UNIT_BIAS);
-    sum->high += (vq)(widen(w, 1) + UNIT_BIAS);
-    sum->count += LANES;
+INLINE void flush_units(unit_sum *sum) {
+    vi high = (vi)(sum->high - sum->pending * HIGH_BIAS_BITS), low = (vi)(sum->low - sum->pending * LOW_BIAS_BITS);
+    for (int i = 0; i < LANES; i++) sum->total += (int64_t)high[i] * (1 << 22) + low[i];
+    *sum = (unit_sum){.total = sum->total};
 }
 
-INLINE int64_t total_units(const unit_sum *sum) {
-    double bias = UNIT_BIAS;
-    uint64_t zero, total = 0;
-    memcpy(&zero, &bias, 8);
-    vq both = sum->low + sum->high;
-    for (int i = 0; i < WIDE_LANES; i++) total += both[i];
-    return (int64_t)(total - zero * (uint64_t)sum->count);
+INLINE void add_units(unit_sum *sum, vf w) {
+    vf high = w + HIGH_BIAS;
+    sum->high += (vu)high;
+    sum->low += (vu)((w - (high - HIGH_BIAS)) + LOW_BIAS);
+    if (++sum->pending == MAX_PENDING) flush_units(sum);
 }
+
+INLINE int64_t total_units(unit_sum *sum) {
+    flush_units(sum);
+    return sum->total;
+}
+
+/* Writes the kept lanes of a vector of values and one of ids behind each other, and returns the new number of entries.
+ * Up to LANES entries beyond are overwritten. */
+INLINE int append_kept(float *values, int32_t *ids, int count, vf value, vi id, vi keep) {
+#if LANES == 16
+    __mmask16 mask = _mm512_movepi32_mask((__m512i)keep);
+    _mm512_storeu_ps(values + count, _mm512_maskz_compress_ps(mask, (__m512)value));
+    _mm512_storeu_si512(ids + count, _mm512_maskz_compress_epi32(mask, (__m512i)id));
+    return count + __builtin_popcount(mask);
+#else
+    for (int i = 0; i < LANES; i++) {
+        values[count] = value[i];
+        ids[count] = id[i];
+        count -= keep[i];
+    }
+    return count;
+#endif
+}
+
+INLINE int is_any(vi mask) {
+#if LANES == 16
+    return _mm512_movepi32_mask((__m512i)mask) != 0;
+#elif LANES == 8
+    return _mm256_movemask_ps((__m256)mask) != 0;
+#else
+    return (mask[0] | mask[1] | mask[2] | mask[3]) != 0;
+#endif
+}
+
+INLINE vi count_from(int32_t first) {
+    vi lanes;
+    for (int i = 0; i < LANES; i++) lanes[i] = i;
+    return lanes + first;
+}
+
+INLINE vi load_ints(const int32_t *p) { return (vi)load_words((const uint32_t *)p); }
 
 /* log2(e) / temperature, so that the power is that of e. Temperatures outside float32's range are moved into it. */
 INLINE float compute_scale(double temperature) {
