@@ -2,7 +2,7 @@
 
 On the CPU, float32 weights are made of single multiplications and additions, so that the native sampler
 (`kernels/cpu/weights.h`) and every processor have the same bits; a library's exponential function differs in the last
-one. Their sums count in integer units, so the order of a sum is free. Other precisions and devices use torch's `exp2`.
+one. Their sums count in integer units, so the order of a sum is free. Other precisions and devices use torch's `exp`.
 """
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 UNIT = 2.0**-42  # float32 weights are summed in units of this size; a vocabulary of 2^20 weights of 1 is within int64
 MIN_EXPONENT = -100.0  # a token below 2^-100 of the likeliest has weight zero, so that no probability is subnormal
 LOG2_E = 1.4426950408889634
+LN_2 = 0.6931471805599453
 
 _STEPS_BIAS = 786432.0  # 1.5 * 2^19: a float32 of this size has a precision of 1/16
 _STEPS_BITS = 0x49400000  # its bits
@@ -35,11 +36,11 @@ def compute_exponents(x: Tensor, scale: Tensor | float) -> Tensor:
 def compute_weights(exponents: Tensor) -> Tensor:
     """Return 2^exponent, [R, V]; 0 below `MIN_EXPONENT` for float32."""
     if exponents.dtype != torch.float32:
-        return exponents.exp2()
+        return (exponents * LN_2).exp()  # the bits of torch's exp2 depend on the shape
     kept = exponents >= MIN_EXPONENT
     t = torch.where(kept, exponents, 0)
     if t.device.type != "cpu":
-        return torch.where(kept, t.exp2(), 0)
+        return torch.where(kept, (t * LN_2).exp(), 0)
     shifted = t + _STEPS_BIAS
     r = t - (shifted - _STEPS_BIAS)  # exact
     c1, c2, c3 = _POWERS
@@ -64,9 +65,7 @@ def to_summands(w: Tensor) -> Tensor:
 def normalise(w: Tensor) -> Tensor:
     """Scale weights to probabilities, [R, V]."""
     total = to_summands(w).sum(-1, keepdim=True)
-    if w.dtype == torch.float32:
-        return w * (total.double() * UNIT).reciprocal().float()
-    return w / total
+    return w / (total.double() * UNIT).float() if w.dtype == torch.float32 else w / total
 
 
 def _parse_sixteenth(digits: str) -> float:

@@ -18,10 +18,10 @@ from foredraft.sampling import rng
 from foredraft.sampling.distribution import TokenHistory, distribution, process_logits
 from foredraft.sampling.filters import argmax_tokens
 from foredraft.sampling.params import Sampling
+from foredraft.sampling.token_sampler import NO_TOKEN, sample_tokens, select_rows
 
 Floats = NDArray[np.float64]
 NoiseKeyFunction = Callable[[int], int | None]  # row -> noise key of its sample; None if every row is one-hot
-NO_TOKEN = -1  # sampled token of a row with invalid logits
 SPARSE_FACTOR = 4  # a row is stored sparsely if fewer than one in this many tokens have mass
 EAGER_ARGMAX_SIZE = 1 << 16  # logits [R * V] on the CPU up to which one argmax over all rows is faster than two calls
 
@@ -212,35 +212,21 @@ class LazyTargetProbs:
         """Compute the tokens of greedy rows; their one-hot distributions are not built."""
         samplings, histories = [self.samplings[row] for row in rows], self._build_histories(rows)
         self._token_by_row |= zip(
-            rows, argmax_tokens(process_logits(self._slice_logits(rows), samplings, histories)), strict=True
+            rows, argmax_tokens(process_logits(select_rows(self.logits, rows), samplings, histories)), strict=True
         )
 
     def _sample_rows(self, rows: Sequence[int], key: NoiseKeyFunction) -> None:
-        self._compute_rows([row for row in rows if row not in self._dense_rows])
-        keys = [key(row) or 0 for row in rows]
-        if self.logits.device.type == "cpu":
-            for row, k in zip(rows, keys, strict=True):
-                mass = self._dense_rows[row].numpy()
-                is_valid = mass[0] == mass[0]  # an invalid row is NaN throughout
-                self._token_by_row[row] = rng.race_argmax(mass, k) if is_valid else NO_TOKEN
-            return
-        p = torch.stack([self._dense_rows[row] for row in rows])
-        tokens = rng.exponential_race(p, torch.tensor(keys, device=p.device)).argmax(-1)
-        self._token_by_row |= zip(rows, tokens.masked_fill_(p[:, 0].isnan(), NO_TOKEN).tolist(), strict=True)
+        samplings, keys = [self.samplings[row] for row in rows], [key(row) or 0 for row in rows]
+        self._token_by_row |= zip(
+            rows, sample_tokens(self.logits, rows, samplings, keys, self._build_histories(rows)), strict=True
+        )
 
     def _compute_rows(self, rows: Sequence[int]) -> None:
         if rows:
             samplings = [self.samplings[row] for row in rows]
             self._dense_rows |= zip(
-                rows, distribution(self._slice_logits(rows), samplings, self._build_histories(rows)), strict=True
+                rows, distribution(select_rows(self.logits, rows), samplings, self._build_histories(rows)), strict=True
             )
-
-    def _slice_logits(self, rows: Sequence[int]) -> Tensor:
-        """Return the logits of these rows, as a view if the rows are consecutive."""
-        first, size = rows[0], len(rows)
-        if rows[-1] == first + size - 1 and list(rows) == list(range(first, first + size)):
-            return self.logits[first : first + size]
-        return self.logits[list(rows)]
 
     def _build_histories(self, rows: Sequence[int]) -> list[TokenHistory] | None:
         return None if self._history_of_row is None else [self._history_of_row(row) for row in rows]

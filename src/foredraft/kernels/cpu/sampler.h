@@ -410,15 +410,15 @@ static void write_probs(sampler *s, float *out, int is_valid) {
         return;
     }
     if (s->count < 0) {
-        float inverse = (float)(1 / ((double)weigh_all(s) * UNIT));
+        float total = (float)((double)weigh_all(s) * UNIT);
         int i = 0;
-        for (; i + LANES <= vocab; i += LANES) store(out + i, load(s->all + i) * inverse);
-        for (; i < vocab; i++) out[i] = s->all[i] * inverse;
+        for (; i + LANES <= vocab; i += LANES) store(out + i, load(s->all + i) / total);
+        for (; i < vocab; i++) out[i] = s->all[i] / total;
         return;
     }
-    float inverse = (float)(1 / ((double)sum_list(s) * UNIT));
+    float total = (float)((double)sum_list(s) * UNIT);
     memset(out, 0, (size_t)vocab * sizeof *out);
-    for (int i = 0; i < s->count; i++) out[s->id[i]] = s->weight[i] * inverse;
+    for (int i = 0; i < s->count; i++) out[s->id[i]] = s->weight[i] / total;
 }
 
 typedef struct {
