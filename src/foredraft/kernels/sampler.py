@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from foredraft.kernels.cpu.library import NativeLibrary, SamplingRecord, load_library
@@ -52,6 +53,23 @@ class NativeSampler:
         self._run(logits, rows, settings, keys=keys, tokens=tokens)
         return tokens.tolist()  # type: ignore[no-any-return]
 
+    def compute_masses(
+        self, logits: Tensor, row: int, settings: RowSettings
+    ) -> tuple[NDArray[np.intp] | None, NDArray[np.float64]] | None:
+        """Return the probabilities of one row of logits [N, V], normalised in float64.
+
+        Returns:
+            Token ids, ascending, and their masses; None and the masses of all tokens, if few are zero; None if the row
+            has no distribution.
+        """
+        size = logits.shape[-1]
+        masses, ids, counts = np.empty(size), np.empty(size, dtype=np.int64), np.zeros(1, dtype=np.int32)
+        self._run(logits, [row], [settings], masses=masses, ids=ids, counts=counts)
+        count = int(counts[0])
+        if count > 0:
+            return ids[:count].copy(), masses[:count].copy()  # without the rest of the arrays
+        return None if not count else (None, masses)
+
     def _run(
         self,
         logits: Tensor,
@@ -59,7 +77,10 @@ class NativeSampler:
         settings: Sequence[RowSettings],
         keys: Sequence[int] = (),
         probs: Tensor | None = None,
-        tokens: np.ndarray | None = None,
+        tokens: NDArray[np.int32] | None = None,
+        masses: NDArray[np.float64] | None = None,
+        ids: NDArray[np.int64] | None = None,
+        counts: NDArray[np.int32] | None = None,
     ) -> None:
         vocab_size = logits.shape[-1]
         self.library.sync_threads()
@@ -72,7 +93,7 @@ class NativeSampler:
             packed.ctypes.data,
             noise_keys.ctypes.data,
             None if probs is None else probs.data_ptr(),
-            None if tokens is None else tokens.ctypes.data,
+            *(None if out is None else out.ctypes.data for out in (tokens, masses, ids, counts)),
             scratch.data_ptr(),
             logits.stride(0),
             self.margin,

@@ -14,11 +14,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from foredraft.kernels.sampler import find_sampler
 from foredraft.sampling import rng
 from foredraft.sampling.distribution import TokenHistory, distribution, process_logits
 from foredraft.sampling.filters import argmax_tokens
 from foredraft.sampling.params import Sampling
 from foredraft.sampling.token_sampler import NO_TOKEN, sample_tokens, select_rows
+from foredraft.verification.masses import sample_index, scale_masses, subtract_masses, sum_masses
 
 Floats = NDArray[np.float64]
 NoiseKeyFunction = Callable[[int], int | None]  # row -> noise key of its sample; None if every row is one-hot
@@ -46,13 +48,12 @@ class Probs:
             InvalidLogitsError: if its sum is not positive and finite.
         """
         row = p.cpu().numpy() if p.dtype != torch.bfloat16 else p.cpu().float().numpy()
-        total = float(row.sum(dtype=np.float64))
+        ids = np.flatnonzero(row) if np.count_nonzero(row) * SPARSE_FACTOR < len(row) else None
+        kept = row if ids is None else row[ids]
+        total = sum_masses(kept)
         if not 0 < total < np.inf:
             raise InvalidLogitsError
-        if np.count_nonzero(row) * SPARSE_FACTOR < len(row):
-            ids = np.flatnonzero(row)
-            return cls(row[ids] / np.float64(total), len(row), ids)
-        return cls(row / np.float64(total), len(row))
+        return cls(scale_masses(kept, total), len(row), ids)
 
     @classmethod
     def from_token(cls, token: int, vocab_size: int) -> "Probs":
@@ -68,7 +69,7 @@ class Probs:
     @property
     def total(self) -> float:
         """Sum of the masses; 1 if normalised."""
-        return float(self.mass.sum(dtype=np.float64))
+        return sum_masses(self.mass)
 
     @property
     def entropy(self) -> float:
@@ -95,9 +96,7 @@ class Probs:
 
     def compute_residual(self, q: "Probs", weight: float = 1.0) -> "Probs":
         """Return the residual max(0, weight * p - q), not normalised. `weight` is the joint ratio of `block`."""
-        residual = self.mass * weight
-        residual -= q.gather(self.ids)
-        return Probs(np.maximum(residual, 0, out=residual), self.vocab_size, self.ids)
+        return Probs(subtract_masses(self.mass, weight, q.gather(self.ids)), self.vocab_size, self.ids)
 
     def normalise(self, fallback: "Probs") -> "Probs":
         """Scale to a sum of 1; return `fallback` if there is no mass.
@@ -105,7 +104,7 @@ class Probs:
         A residual without mass arises from rounding if p and q agree. Callers then fall back to p.
         """
         total = self.total
-        return Probs(self.mass / np.float64(total), self.vocab_size, self.ids) if total > 0 else fallback
+        return Probs(scale_masses(self.mass, total), self.vocab_size, self.ids) if total > 0 else fallback
 
     def exclude(self, token: int) -> "Probs":
         """Return dense masses with the mass of `token` set to 0; ids must be None."""
@@ -115,10 +114,7 @@ class Probs:
 
     def sample(self, u: float) -> int:
         """Return the first token whose cumulative mass exceeds u * total, u in (0, 1); never a token without mass."""
-        mass = self.mass.cumsum()
-        index = int(mass.searchsorted(u * mass[-1], side="right"))
-        if index >= len(mass) or not self.mass[index] > 0:
-            index = int(self.mass.nonzero()[0][-1])
+        index = sample_index(self.mass, u)
         return index if self.ids is None else int(self.ids[index])
 
 
@@ -190,11 +186,22 @@ class LazyTargetProbs:
     def get_probs(self, row: int) -> Probs:
         """Return p of a row: one-hot if greedy. Raises InvalidLogitsError."""
         if not self.samplings[row].is_greedy:
-            return Probs.from_row(self.get_dense_row(row))
+            return self._compute_probs(row)
         self._argmax_rows([row])
         if self._token_by_row[row] == NO_TOKEN:
             raise InvalidLogitsError
         return Probs.from_token(self._token_by_row[row], self.logits.shape[-1])
+
+    def _compute_probs(self, row: int) -> Probs:
+        """Return `Probs.from_row` of the dense row; natively without the dense row, if it is not needed otherwise."""
+        sampler = find_sampler(self.logits)
+        if sampler is None or row in self._dense_rows or self.samplings[row].shapes_logits:
+            return Probs.from_row(self.get_dense_row(row))
+        found = sampler.compute_masses(self.logits, row, self.samplings[row].filter_settings)
+        if found is None:
+            raise InvalidLogitsError
+        ids, mass = found
+        return Probs(mass, self.logits.shape[-1], ids)
 
     def get_dense_row(self, row: int) -> Tensor:
         """Return p of a row as `distribution` computes it: [V], NaN if the logits are invalid."""

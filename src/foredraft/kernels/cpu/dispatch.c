@@ -104,6 +104,16 @@ void fd_encdec_forward(const fd_encdec *m, const fd_rows *rows, const fd_rows *s
 }
 int64_t fd_sampling_scratch(int vocab) { return selected->sampling_scratch(vocab, fd_num_threads()); }
 void fd_sample(const fd_sampling *job) { selected->sample(job); }
+double fd_sum_masses(const void *x, int is_float, int64_t n) { return selected->sum_masses(x, is_float, n); }
+void fd_scale_masses(const void *x, int is_float, int64_t n, double factor, double *out) {
+    selected->scale_masses(x, is_float, n, factor, out);
+}
+void fd_subtract_masses(const double *p, double weight, const double *q, int64_t n, double *out) {
+    selected->subtract_masses(p, weight, q, n, out);
+}
+int64_t fd_sample_mass(const double *mass, int64_t n, double u, double *sums) {
+    return selected->sample_mass(mass, n, u, sums);
+}
 int64_t fd_sizeof(int record) { /* numbered as RECORDS in library.py */
     const int64_t sizes[] = {sizeof(fd_weight),    sizeof(fd_rows),        sizeof(fd_layer),
                              sizeof(fd_model),     sizeof(fd_pass),        sizeof(fd_attention),

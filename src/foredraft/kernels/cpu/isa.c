@@ -4,6 +4,7 @@
 #include "encdec.h"
 #include "kernels.h"
 #include "linear.h"
+#include "masses.h"
 #include "sampler.h"
 #include "team.h"
 
@@ -97,4 +98,8 @@ const fd_kernels NAME(FD_ISA) = {
     .read_memory = read_memory,
     .sampling_scratch = team_sampling_scratch,
     .sample = sample,
+    .sum_masses = sum_masses,
+    .scale_masses = scale_masses,
+    .subtract_masses = subtract_masses,
+    .sample_mass = sample_mass,
 };

@@ -17,6 +17,10 @@ typedef struct {
     void (*encdec_forward)(const fd_encdec *, const fd_rows *, const fd_rows *sources, const fd_pass *);
     int64_t (*sampling_scratch)(int vocab, int threads);
     void (*sample)(const fd_sampling *);
+    double (*sum_masses)(const void *, int is_float, int64_t n);
+    void (*scale_masses)(const void *, int is_float, int64_t n, double factor, double *out);
+    void (*subtract_masses)(const double *p, double weight, const double *q, int64_t n, double *out);
+    int64_t (*sample_mass)(const double *, int64_t n, double u, double *sums);
 } fd_kernels;
 
 #endif

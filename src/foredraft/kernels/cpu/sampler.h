@@ -7,6 +7,7 @@
 #define FD_SAMPLER_H
 
 #include "foredraft.h"
+#include "masses.h"
 #include "race.h"
 #include "selection.h"
 #include "team.h"
@@ -318,7 +319,10 @@ static void filter(sampler *s, const fd_settings *of) {
     for (int b = 0; b < s->num_blocks; b += LANES)
         store(s->block_weight + b, compute_weights(s, load(s->block_max + b)) * 1.0001f);
     if (of->top_k > 0 && of->top_k < s->job->vocab) keep_top_k(s, (int)of->top_k);
-    if (of->top_p < 1) keep_top_p(s, of->top_p, !s->job->probs && !(of->min_p > 0) && !(of->typical_p < 1));
+    if (of->top_p < 1) {
+        int is_raced_only = !s->job->probs && !s->job->masses && !(of->min_p > 0) && !(of->typical_p < 1);
+        keep_top_p(s, of->top_p, is_raced_only);
+    }
     if (of->min_p > 0) keep_min_p(s, of->min_p);
     if (of->typical_p < 1) keep_typical(s, of->typical_p);
 }
@@ -421,6 +425,36 @@ static void write_probs(sampler *s, float *out, int is_valid) {
     for (int i = 0; i < s->count; i++) out[s->id[i]] = s->weight[i] / total;
 }
 
+/* Writes the probabilities of all tokens into `all`. */
+static void divide_all(sampler *s) {
+    float total = (float)((double)weigh_all(s) * UNIT);
+    for (int64_t i = 0; i < padded_size(s->job->vocab); i += LANES) store(s->all + i, load(s->all + i) / total);
+}
+
+/* Writes the masses of the listed tokens and their ids and returns their number, if they are less than one token in
+ * SPARSE_FACTOR. Otherwise it writes the masses of all tokens and returns -1. */
+enum { SPARSE_FACTOR = 4 };
+
+static int32_t write_masses(sampler *s, double *masses, int64_t *ids) {
+    const int vocab = s->job->vocab;
+    const int is_sparse = s->count >= 0 && (int64_t)s->count * SPARSE_FACTOR < vocab;
+    if (s->count < 0) {
+        divide_all(s);
+    } else {
+        float total = (float)((double)sum_list(s) * UNIT);
+        if (!is_sparse) memset(s->all, 0, (size_t)vocab * sizeof *s->all);
+        for (int i = 0; i < s->count; i++) {
+            s->weight[i] /= total;
+            if (is_sparse) ids[i] = s->id[i];
+            else s->all[s->id[i]] = s->weight[i];
+        }
+    }
+    const float *p = is_sparse ? s->weight : s->all;
+    int n = is_sparse ? s->count : vocab;
+    scale_masses(p, 1, n, 1 / sum_masses(p, 1, n), masses);
+    return is_sparse ? n : -1;
+}
+
 typedef struct {
     const fd_sampling *job;
     atomic_int num_members;
@@ -450,6 +484,10 @@ static void sampling_body(void *arg, fd_team *team) {
         int is_valid = read_row(&s, job->rows[r], converted);
         if (is_valid) filter(&s, &job->settings[r]);
         if (job->probs) write_probs(&s, job->probs + (int64_t)r * job->vocab, is_valid);
+        if (job->masses) {
+            const int64_t first = (int64_t)r * job->vocab;
+            job->counts[r] = is_valid ? write_masses(&s, job->masses + first, job->ids + first) : 0;
+        }
         if (job->tokens) job->tokens[r] = is_valid ? run_race(&s, job->keys[r]) : INVALID_TOKEN;
     }
 }
