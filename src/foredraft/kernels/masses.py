@@ -24,10 +24,10 @@ class MassFunctions:
         mass = _make_contiguous(mass)
         return float(self.handle.fd_sum_masses(mass.ctypes.data, mass.dtype == np.float32, len(mass)))
 
-    def scale(self, mass: NDArray[np.floating], factor: float) -> Floats:
-        """Return the masses times a factor, in float64."""
+    def divide(self, mass: NDArray[np.floating], total: float) -> Floats:
+        """Return the masses divided by their sum, in float64."""
         mass, out = _make_contiguous(mass), np.empty(len(mass))
-        self.handle.fd_scale_masses(mass.ctypes.data, mass.dtype == np.float32, len(mass), factor, out.ctypes.data)
+        self.handle.fd_divide_masses(mass.ctypes.data, mass.dtype == np.float32, len(mass), total, out.ctypes.data)
         return out
 
     def subtract(self, p: Floats, weight: float, q: Floats) -> Floats:

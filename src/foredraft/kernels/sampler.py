@@ -84,7 +84,6 @@ class NativeSampler:
     ) -> None:
         vocab_size = logits.shape[-1]
         self.library.sync_threads()
-        scratch = torch.empty(self.library.handle.fd_sampling_scratch(vocab_size), dtype=torch.uint8)
         indices, packed = np.array(rows, dtype=np.int64), np.array(settings, dtype=np.float64)
         noise_keys = np.array(keys, dtype=np.int64)
         job = SamplingRecord(
@@ -94,14 +93,14 @@ class NativeSampler:
             noise_keys.ctypes.data,
             None if probs is None else probs.data_ptr(),
             *(None if out is None else out.ctypes.data for out in (tokens, masses, ids, counts)),
-            scratch.data_ptr(),
             logits.stride(0),
             self.margin,
             len(rows),
             vocab_size,
             logits.dtype == torch.bfloat16,
         )
-        self.library.handle.fd_sample(job)
+        if self.library.handle.fd_sample(job):
+            raise MemoryError(f"no memory to sample from {vocab_size} tokens")
 
 
 def find_sampler(logits: Tensor) -> NativeSampler | None:

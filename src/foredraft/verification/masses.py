@@ -23,13 +23,10 @@ def sum_masses(mass: MassArray) -> float:
     return native.sum(mass) if native is not None else sum_by_reference(mass)
 
 
-def scale_masses(mass: MassArray, total: float) -> Floats:
-    """Return masses [n] divided by their sum: multiplied by its reciprocal."""
+def divide_masses(mass: MassArray, total: float) -> Floats:
+    """Return masses [n] divided by their sum."""
     native = find_mass_functions() if len(mass) >= MIN_NATIVE_SIZE else None
-    factor = 1 / total if total else np.inf
-    if native is not None:
-        return native.scale(mass, factor)
-    return mass.astype(np.float64) * factor
+    return native.divide(mass, total) if native is not None else mass / np.float64(total)
 
 
 def subtract_masses(p: Floats, weight: float, q: Floats) -> Floats:

@@ -20,7 +20,7 @@ from foredraft.sampling.distribution import TokenHistory, distribution, process_
 from foredraft.sampling.filters import argmax_tokens
 from foredraft.sampling.params import Sampling
 from foredraft.sampling.token_sampler import NO_TOKEN, sample_tokens, select_rows
-from foredraft.verification.masses import sample_index, scale_masses, subtract_masses, sum_masses
+from foredraft.verification.masses import divide_masses, sample_index, subtract_masses, sum_masses
 
 Floats = NDArray[np.float64]
 NoiseKeyFunction = Callable[[int], int | None]  # row -> noise key of its sample; None if every row is one-hot
@@ -53,7 +53,7 @@ class Probs:
         total = sum_masses(kept)
         if not 0 < total < np.inf:
             raise InvalidLogitsError
-        return cls(scale_masses(kept, total), len(row), ids)
+        return cls(divide_masses(kept, total), len(row), ids)
 
     @classmethod
     def from_token(cls, token: int, vocab_size: int) -> "Probs":
@@ -104,7 +104,7 @@ class Probs:
         A residual without mass arises from rounding if p and q agree. Callers then fall back to p.
         """
         total = self.total
-        return Probs(scale_masses(self.mass, total), self.vocab_size, self.ids) if total > 0 else fallback
+        return Probs(divide_masses(self.mass, total), self.vocab_size, self.ids) if total > 0 else fallback
 
     def exclude(self, token: int) -> "Probs":
         """Return dense masses with the mass of `token` set to 0; ids must be None."""
@@ -193,15 +193,19 @@ class LazyTargetProbs:
         return Probs.from_token(self._token_by_row[row], self.logits.shape[-1])
 
     def _compute_probs(self, row: int) -> Probs:
-        """Return `Probs.from_row` of the dense row; natively without the dense row, if it is not needed otherwise."""
+        """Return `Probs.from_row` of the dense row, natively without the dense row if it is not there yet."""
         sampler = find_sampler(self.logits)
-        if sampler is None or row in self._dense_rows or self.samplings[row].shapes_logits:
+        if sampler is None or row in self._dense_rows:
             return Probs.from_row(self.get_dense_row(row))
-        found = sampler.compute_masses(self.logits, row, self.samplings[row].filter_settings)
+        sampling, histories = self.samplings[row], self._build_histories([row])
+        logits, index = self.logits, row
+        if sampling.shapes_logits:
+            logits, index = process_logits(select_rows(logits, [row]), [sampling], histories), 0
+        found = sampler.compute_masses(logits, index, sampling.filter_settings)
         if found is None:
             raise InvalidLogitsError
         ids, mass = found
-        return Probs(mass, self.logits.shape[-1], ids)
+        return Probs(mass, logits.shape[-1], ids)
 
     def get_dense_row(self, row: int) -> Tensor:
         """Return p of a row as `distribution` computes it: [V], NaN if the logits are invalid."""

@@ -102,11 +102,10 @@ int64_t fd_encdec_scratch(const fd_encdec *m, const fd_rows *rows, const fd_rows
 void fd_encdec_forward(const fd_encdec *m, const fd_rows *rows, const fd_rows *sources, const fd_pass *p) {
     selected->encdec_forward(m, rows, sources, p);
 }
-int64_t fd_sampling_scratch(int vocab) { return selected->sampling_scratch(vocab, fd_num_threads()); }
-void fd_sample(const fd_sampling *job) { selected->sample(job); }
+int fd_sample(const fd_sampling *job) { return selected->sample(job); }
 double fd_sum_masses(const void *x, int is_float, int64_t n) { return selected->sum_masses(x, is_float, n); }
-void fd_scale_masses(const void *x, int is_float, int64_t n, double factor, double *out) {
-    selected->scale_masses(x, is_float, n, factor, out);
+void fd_divide_masses(const void *x, int is_float, int64_t n, double total, double *out) {
+    selected->divide_masses(x, is_float, n, total, out);
 }
 void fd_subtract_masses(const double *p, double weight, const double *q, int64_t n, double *out) {
     selected->subtract_masses(p, weight, q, n, out);

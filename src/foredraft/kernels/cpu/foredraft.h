@@ -118,7 +118,6 @@ typedef struct {
     double *masses;              /* [num_rows, vocab] or NULL: normalised probabilities of the listed tokens, or of all */
     int64_t *ids;                /* [num_rows, vocab] listed tokens, for masses */
     int32_t *counts;             /* [num_rows] of listed tokens; -1 = masses of all, 0 = no distribution */
-    char *scratch;
     int64_t stride;
     double margin; /* relative distance of the best score from all others below which the race is uncertain */
     int32_t num_rows, vocab, is_bf16;

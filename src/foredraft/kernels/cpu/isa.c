@@ -96,10 +96,9 @@ const fd_kernels NAME(FD_ISA) = {
     .attention_scratch = team_attention_scratch,
     .attention = attention,
     .read_memory = read_memory,
-    .sampling_scratch = team_sampling_scratch,
     .sample = sample,
     .sum_masses = sum_masses,
-    .scale_masses = scale_masses,
+    .divide_masses = divide_masses,
     .subtract_masses = subtract_masses,
     .sample_mass = sample_mass,
 };

@@ -178,7 +178,7 @@ class SamplingRecord(ctypes.Structure):
     """Arguments of one call of the sampler (fd_sampling)."""
 
     _fields_ = (
-        *((name, c_void_p) for name in "logits rows settings keys probs tokens masses ids counts scratch".split()),
+        *((name, c_void_p) for name in "logits rows settings keys probs tokens masses ids counts".split()),
         ("stride", c_int64),
         ("margin", c_double),
         *((name, c_int32) for name in "num_rows vocab is_bf16".split()),
@@ -345,14 +345,12 @@ def _declare_functions(handle: ctypes.CDLL) -> None:
         POINTER(PassRecord),
     ]
     handle.fd_encdec_forward.restype = None
-    handle.fd_sampling_scratch.argtypes = [c_int]
-    handle.fd_sampling_scratch.restype = c_int64
     handle.fd_sample.argtypes = [POINTER(SamplingRecord)]
-    handle.fd_sample.restype = None
+    handle.fd_sample.restype = c_int
     handle.fd_sum_masses.argtypes = [c_void_p, c_int, c_int64]
     handle.fd_sum_masses.restype = c_double
-    handle.fd_scale_masses.argtypes = [c_void_p, c_int, c_int64, c_double, c_void_p]
-    handle.fd_scale_masses.restype = None
+    handle.fd_divide_masses.argtypes = [c_void_p, c_int, c_int64, c_double, c_void_p]
+    handle.fd_divide_masses.restype = None
     handle.fd_subtract_masses.argtypes = [c_void_p, c_double, c_void_p, c_int64, c_void_p]
     handle.fd_subtract_masses.restype = None
     handle.fd_sample_mass.argtypes = [c_void_p, c_int64, c_double, c_void_p]

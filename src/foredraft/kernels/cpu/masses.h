@@ -55,11 +55,11 @@ static double sum_masses(const void *data, int is_float, int64_t n) {
     return total;
 }
 
-static void scale_masses(const void *data, int is_float, int64_t n, double factor, double *out) {
+static void divide_masses(const void *data, int is_float, int64_t n, double total, double *out) {
     mass_array x = {data, is_float};
     int64_t i = 0;
-    for (; i + DOUBLES <= n; i += DOUBLES) *(vd_at *)(out + i) = load_masses(x, i) * factor;
-    for (; i < n; i++) out[i] = read_mass(x, i) * factor;
+    for (; i + DOUBLES <= n; i += DOUBLES) *(vd_at *)(out + i) = load_masses(x, i) / total;
+    for (; i < n; i++) out[i] = read_mass(x, i) / total;
 }
 
 /* out = max(0, weight * p - q) */

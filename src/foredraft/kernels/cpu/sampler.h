@@ -451,13 +451,13 @@ static int32_t write_masses(sampler *s, double *masses, int64_t *ids) {
     }
     const float *p = is_sparse ? s->weight : s->all;
     int n = is_sparse ? s->count : vocab;
-    scale_masses(p, 1, n, 1 / sum_masses(p, 1, n), masses);
+    divide_masses(p, 1, n, sum_masses(p, 1, n), masses);
     return is_sparse ? n : -1;
 }
 
 typedef struct {
     const fd_sampling *job;
-    atomic_int num_members;
+    atomic_int is_out_of_memory;
 } sampling_team;
 
 INLINE void *take_scratch(char **scratch, int64_t bytes) {
@@ -470,7 +470,11 @@ static void sampling_body(void *arg, fd_team *team) {
     sampling_team *t = arg;
     const fd_sampling *job = t->job;
     int64_t bytes = padded_size(job->vocab) * 4;
-    char *scratch = align(job->scratch) + atomic_fetch_add(&t->num_members, 1) * sampler_scratch(job->vocab);
+    char *scratch = fd_thread_memory(sampler_scratch(job->vocab));
+    if (!scratch) {
+        t->is_out_of_memory = 1;
+        return;
+    }
     sampler s = {.job = job};
     s.block_max = take_scratch(&scratch, bytes / BLOCK + LANES * 4);
     s.block_weight = take_scratch(&scratch, bytes / BLOCK + LANES * 4);
@@ -492,11 +496,11 @@ static void sampling_body(void *arg, fd_team *team) {
     }
 }
 
-static void sample(const fd_sampling *job) {
+/* Returns 0, or -1 without memory. */
+static int sample(const fd_sampling *job) {
     sampling_team t = {.job = job};
     fd_parallel(sampling_body, &t);
+    return t.is_out_of_memory ? -1 : 0;
 }
-
-static int64_t team_sampling_scratch(int vocab, int threads) { return threads * sampler_scratch(vocab) + 64; }
 
 #endif
