@@ -1,8 +1,8 @@
 """Filters of sampling (top-k, top-p, min-p, typical) as functions of logits and weights, row by row.
 
-A filter sets the weights of other tokens to 0; `distribution` divides by the sum once, after the last filter. Sorting the vocabulary takes longer than all other operations on a row.
-On the CPU a nucleus is therefore searched among tokens above a threshold, and only those are sorted. The result is the
-set that a full sort keeps, ties included.
+A filter sets the weights of other tokens to 0; `distribution` divides by the sum once, after the last filter. Sorting
+the vocabulary takes longer than all other operations on a row. On the CPU a nucleus is therefore searched among tokens
+above a threshold, and only those are sorted. The result is the set that a full sort keeps, ties included.
 """
 
 import math

@@ -1,6 +1,6 @@
-"""Sampling of tokens from rows of logits with keyed noise: natively if possible, otherwise by `distribution` and a race.
+"""Sampling of tokens from rows of logits with keyed noise.
 
-Both ways give the same tokens.
+It runs natively if possible, otherwise by `distribution` and a race, with the same tokens.
 """
 
 from collections.abc import Sequence
@@ -62,6 +62,8 @@ def _sample_by_reference(x: Tensor, samplings: Sequence[Sampling], keys: Sequenc
     p = compute_reference_probs(x, samplings)
     if p.device.type == "cpu":
         rows = p.numpy()
-        return [NO_TOKEN if row[0] != row[0] else rng.race_argmax(row, key) for row, key in zip(rows, keys, strict=True)]
+        return [
+            NO_TOKEN if row[0] != row[0] else rng.race_argmax(row, key) for row, key in zip(rows, keys, strict=True)
+        ]
     tokens = rng.exponential_race(p, torch.tensor(keys, device=p.device)).argmax(-1)
     return tokens.masked_fill_(p[:, 0].isnan(), NO_TOKEN).tolist()  # type: ignore[no-any-return]
