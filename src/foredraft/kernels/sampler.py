@@ -51,7 +51,7 @@ class NativeSampler:
         """
         tokens = np.empty(len(rows), dtype=np.int32)
         self._run(logits, rows, settings, keys=keys, tokens=tokens)
-        return tokens.tolist()  # type: ignore[no-any-return]
+        return tokens.tolist()
 
     def compute_masses(
         self, logits: Tensor, row: int, settings: RowSettings

@@ -159,5 +159,6 @@ def _search_nucleus(
         if cumulative[-1] >= limit + margin:
             is_kept = cumulative - terms < limit
             is_kept[0] = True
-            return ids[is_kept]
+            kept: NDArray[np.intp] = ids[is_kept]
+            return kept
     return None

@@ -66,4 +66,4 @@ def _sample_by_reference(x: Tensor, samplings: Sequence[Sampling], keys: Sequenc
             NO_TOKEN if row[0] != row[0] else rng.race_argmax(row, key) for row, key in zip(rows, keys, strict=True)
         ]
     tokens = rng.exponential_race(p, torch.tensor(keys, device=p.device)).argmax(-1)
-    return tokens.masked_fill_(p[:, 0].isnan(), NO_TOKEN).tolist()  # type: ignore[no-any-return]
+    return tokens.masked_fill_(p[:, 0].isnan(), NO_TOKEN).tolist()
