@@ -32,13 +32,15 @@ class MassFunctions:
 
     def subtract(self, p: Floats, weight: float, q: Floats) -> Floats:
         """Return max(0, weight * p - q)."""
-        p, q, out = np.ascontiguousarray(p), np.ascontiguousarray(q), np.empty(len(p))
+        p, q = np.ascontiguousarray(p, dtype=np.float64), np.ascontiguousarray(q, dtype=np.float64)
+        out = np.empty(len(p))
         self.handle.fd_subtract_masses(p.ctypes.data, weight, q.ctypes.data, len(p), out.ctypes.data)
         return out
 
     def sample(self, mass: Floats, u: float) -> int:
         """Return the first index whose cumulative mass exceeds u * total."""
-        mass, sums = np.ascontiguousarray(mass), np.empty(-(-len(mass) // SUM_BLOCK))
+        mass = np.ascontiguousarray(mass, dtype=np.float64)
+        sums = np.empty(-(-len(mass) // SUM_BLOCK))
         return int(self.handle.fd_sample_mass(mass.ctypes.data, len(mass), u, sums.ctypes.data))
 
 

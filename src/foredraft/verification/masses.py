@@ -32,7 +32,7 @@ def divide_masses(mass: MassArray, total: float) -> Floats:
 def subtract_masses(p: Floats, weight: float, q: Floats) -> Floats:
     """Return max(0, weight * p - q), [n]."""
     native = find_mass_functions() if len(p) >= MIN_NATIVE_SIZE else None
-    if native is not None and q.dtype == np.float64:
+    if native is not None:
         return native.subtract(p, weight, q)
     rest = p * weight
     rest -= q

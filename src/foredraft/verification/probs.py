@@ -48,12 +48,21 @@ class Probs:
             InvalidLogitsError: if its sum is not positive and finite.
         """
         row = p.cpu().numpy() if p.dtype != torch.bfloat16 else p.cpu().float().numpy()
-        ids = np.flatnonzero(row) if np.count_nonzero(row) * SPARSE_FACTOR < len(row) else None
-        kept = row if ids is None else row[ids]
-        total = sum_masses(kept)
-        if not 0 < total < np.inf:
+        masses = cls.from_masses(row)
+        if not 0 < masses.total < np.inf:
             raise InvalidLogitsError
-        return cls(divide_masses(kept, total), len(row), ids)
+        return masses.normalise(fallback=masses)
+
+    @classmethod
+    def from_masses(cls, row: Floats) -> "Probs":
+        """Return the masses of a row [V] as they are, sparse if few tokens have one.
+
+        Equal rows of p and q thus have equal bits after `normalise`, and a draft from p itself is always accepted.
+        """
+        if np.count_nonzero(row) * SPARSE_FACTOR < len(row):
+            ids = np.flatnonzero(row)
+            return cls(row[ids], len(row), ids)
+        return cls(row, len(row))
 
     @classmethod
     def from_token(cls, token: int, vocab_size: int) -> "Probs":
@@ -107,10 +116,13 @@ class Probs:
         return Probs(divide_masses(self.mass, total), self.vocab_size, self.ids) if total > 0 else fallback
 
     def exclude(self, token: int) -> "Probs":
-        """Return dense masses with the mass of `token` set to 0; ids must be None."""
+        """Return the masses with that of `token` set to 0."""
         mass = self.mass.copy()
-        mass[token] = 0
-        return Probs(mass, self.vocab_size)
+        if self.ids is None:
+            mass[token] = 0
+        else:
+            mass[self.ids == token] = 0
+        return Probs(mass, self.vocab_size, self.ids)
 
     def sample(self, u: float) -> int:
         """Return the first token whose cumulative mass exceeds u * total, u in (0, 1); never a token without mass."""
