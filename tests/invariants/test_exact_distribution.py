@@ -57,7 +57,8 @@ def test_a_step_keeps_the_joint_distribution_of_three_tokens(setting, q_kind):
     }
     for name, step in steps.items():
         assert total_variation(step.joint, world.joint) < BOUND, name
-        assert step.joint[world.joint == 0].sum() == 0, name
+        # cells of the integral whose volume is rounding alone, at the uniform 1.0, count less than this
+        assert step.joint[world.joint == 0].sum() < 1e-20, name
     reject, block = steps["reject"], steps["block"]
     assert block.mean_accepted >= reject.mean_accepted - 1e-9
     assert steps["spectr"].mean_accepted == pytest.approx(reject.mean_accepted, abs=1e-7)

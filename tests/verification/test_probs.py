@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from foredraft.sampling import rng
 from foredraft.sampling.distribution import distribution
 from foredraft.sampling.params import Sampling
+from foredraft.sampling.token_sampler import NO_TOKEN
 from foredraft.tree import TokenTree
 from foredraft.verification.noise import NoiseTable, SeededNoise
-from foredraft.verification.probs import NO_TOKEN, DenseProbs, InvalidLogitsError, LazyTargetProbs, Probs
+from foredraft.verification.probs import DenseProbs, InvalidLogitsError, LazyTargetProbs, Probs
 from foredraft.verification.registry import RULES
 from foredraft.verification.rules import combine_rules
 from tests.support.sampling_cases import SETTINGS, V, make_history
@@ -110,6 +111,19 @@ def test_a_row_is_that_of_distribution(name):
         assert lazy.sample_tokens([row], lambda i: i * 77) == [
             int(rng.exponential_race(p[row : row + 1], torch.tensor([row * 77])).argmax())
         ]
+
+
+@pytest.mark.parametrize("size", [5, 1000, 9001])
+def test_masses_computed_natively_are_those_of_the_row_of_probabilities(size):
+    """Guards two ways to one distribution that differ in a bit or in the ids that they keep."""
+    x = torch.randn(6, size, generator=torch.Generator().manual_seed(size)) * 2
+    for sampling in (Sampling(), Sampling(top_p=0.9), Sampling(top_k=3), Sampling(typical_p=0.5), Sampling(min_p=1e-6)):
+        lazy, p = LazyTargetProbs(x, [sampling] * 6), distribution(x, sampling)
+        for row in range(6):
+            found, expected = lazy.get_probs(row), Probs.from_row(p[row])
+            assert np.array_equal(found.mass, expected.mass)
+            assert (found.ids is None) == (expected.ids is None)
+            assert found.ids is None or np.array_equal(found.ids, expected.ids)
 
 
 def test_bfloat16_logits_are_looked_at_in_single_precision():

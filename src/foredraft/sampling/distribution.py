@@ -4,13 +4,17 @@ Target and drafters both use it; no other file applies a temperature. Greedy dec
 file does not depend on models, requests or speculation.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from foredraft.sampling import filters
+from foredraft.kernels.sampler import find_sampler
+from foredraft.sampling import filters, weights
 from foredraft.sampling.filters import NEG_INF
 from foredraft.sampling.grammar_matcher import GrammarMatcher
 from foredraft.sampling.params import LogitsProcessor, Sampling
@@ -53,7 +57,16 @@ def distribution(
     rows = [sampling] * len(logits) if isinstance(sampling, Sampling) else list(sampling)
     if len(rows) != len(logits):
         raise ValueError(f"{len(rows)} sets of sampling parameters for {len(logits)} rows of logits")
-    x = process_logits(logits, rows, history)
+    is_shaped = any(s.shapes_logits for s in rows)
+    x = process_logits(logits, rows, history) if is_shaped else logits
+    sampler = find_sampler(x)
+    if sampler is not None:
+        return sampler.compute_probs(x, [s.filter_settings for s in rows])
+    return compute_reference_probs(process_logits(x, ()), rows)
+
+
+def compute_reference_probs(x: Tensor, rows: Sequence[Sampling]) -> Tensor:
+    """Compute `distribution` by torch's operators, from processed logits. The native sampler has the same bits."""
     if all(s.is_greedy for s in rows):
         return filters.compute_greedy_probs(x)
     p = _compute_sampled_probs(x, rows)
@@ -99,7 +112,7 @@ def apply_constraints_and_penalties(
             ids = torch.tensor(list(s.logit_bias), device=x.device)
             x[i, ids] += torch.tensor(list(s.logit_bias.values()), dtype=x.dtype, device=x.device)
     if any(s.has_penalties for s in samplings):
-        x = _apply_penalties(x, samplings, history)
+        _apply_penalties(x, samplings, history)
     for i, (s, h) in enumerate(zip(samplings, history, strict=True)):
         if s.logits_processors and not is_finished[i]:
             x[i] = _apply_processors(x[i], s.logits_processors, h)
@@ -134,61 +147,55 @@ def _ends_with(history: TokenHistory, suffix: Sequence[int]) -> bool:
     return tuple(recent[-len(suffix) :]) == tuple(suffix)
 
 
-def _count_tokens(history: Sequence[TokenHistory], size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the occurrences of every token in the output (draft path included) and in the prompt, both [R, V]."""
-    out = torch.zeros(len(history), size, dtype=torch.int64, device=device)
-    prompt = torch.zeros_like(out)
-    shared: dict[tuple[int, int], int] = {}  # ids of the lists -> first row: rows of one request share their lists
-    for i, h in enumerate(history):
-        first = shared.setdefault((id(h.prompt), id(h.output)), i)
-        if first == i:
-            out[i] = torch.bincount(torch.tensor(h.output, dtype=torch.int64), minlength=size)
-            prompt[i] = torch.bincount(torch.tensor(h.prompt, dtype=torch.int64), minlength=size)
-        else:
-            out[i], prompt[i] = out[first], prompt[first]
-    # Draft tokens are added last, because a shared row is copied before the path of its own row is added.
-    for i, h in enumerate(history):
-        if h.draft_path:
-            ids = torch.tensor(h.draft_path, device=device)
-            out[i].index_add_(0, ids, torch.ones_like(ids))
-    return out, prompt
+def _apply_penalties(x: Tensor, samplings: Sequence[Sampling], history: Sequence[TokenHistory]) -> None:
+    """Apply the penalties of every row to its tokens that occurred, in place."""
+    # ids of the lists -> counts: rows of one request share their lists
+    shared: dict[tuple[int, int], _TokenCounts] = {}
+    for i, (s, h) in enumerate(zip(samplings, history, strict=True)):
+        if not s.has_penalties:
+            continue
+        lists = (id(h.prompt), id(h.output))
+        if lists not in shared:
+            shared[lists] = _TokenCounts(h.prompt, h.output)
+        counts = shared[lists]
+        occurring, output, numbers = counts.add_path(h.draft_path)
+        repetition, frequency, presence = x.new_tensor(
+            [s.repetition_penalty, s.frequency_penalty, s.presence_penalty]
+        ).unbind()
+        ids = torch.from_numpy(occurring).to(x.device)
+        logits = x[i, ids]
+        x[i, ids] = torch.where(logits > 0, logits / repetition, logits * repetition)
+        ids, number = torch.from_numpy(output).to(x.device), torch.from_numpy(numbers).to(x.device)
+        x[i, ids] = x[i, ids] - frequency * number - presence
 
 
-def _build_column(samplings: Sequence[Sampling], name: str, x: Tensor) -> Tensor:
-    """Return a sampling parameter of every row as [R, 1]."""
-    return torch.tensor([getattr(s, name) for s in samplings], dtype=x.dtype, device=x.device)[:, None]
+class _TokenCounts:
+    """Occurrences of tokens in a prompt and an output."""
 
+    def __init__(self, prompt: Sequence[int], output: Sequence[int]) -> None:
+        self._tokens = np.unique(np.array([*prompt, *output], dtype=np.int64))
+        self._output = np.array(output, dtype=np.int64)
 
-def _build_scalar_or_column(samplings: Sequence[Sampling], name: str, x: Tensor) -> filters.ScalarOrColumn:
-    """Return one number if all rows have the same, which avoids small tensors; else [R, 1]."""
-    values = [getattr(s, name) for s in samplings]
-    return values[0] if values and values.count(values[0]) == len(values) else _build_column(samplings, name, x)
-
-
-def _apply_penalties(x: Tensor, samplings: Sequence[Sampling], history: Sequence[TokenHistory]) -> Tensor:
-    out, prompt = _count_tokens(history, x.shape[-1], x.device)
-    repetition = _build_column(samplings, "repetition_penalty", x)
-    occurs = (out + prompt) > 0
-    x = torch.where(occurs, torch.where(x > 0, x / repetition, x * repetition), x)
-    x = x - _build_column(samplings, "frequency_penalty", x) * out
-    return x - _build_column(samplings, "presence_penalty", x) * (out > 0)
+    def add_path(self, path: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Return the tokens that occur anywhere, and those of the output and the path with their numbers."""
+        drafted = np.array(path, dtype=np.int64)
+        output, numbers = np.unique(np.concatenate((self._output, drafted)), return_counts=True)
+        return np.union1d(self._tokens, drafted) if len(path) else self._tokens, output, numbers
 
 
 def _compute_sampled_probs(x: Tensor, samplings: Sequence[Sampling]) -> Tensor:
-    temperature = _build_scalar_or_column(samplings, "temperature", x)
-    if isinstance(temperature, Tensor) or temperature != 1:
-        # The largest logit is moved to zero first, so that a small temperature cannot overflow. The temperature is at
-        # least the smallest normal number. Greedy rows (temperature 0) are replaced by the caller.
-        tiny = torch.finfo(x.dtype).tiny
-        x = x - x.amax(-1, keepdim=True)
-        x /= temperature.clamp_min(tiny) if isinstance(temperature, Tensor) else max(temperature, tiny)
+    """Compute the probabilities of rows that are not greedy, by torch's operators; the others are not used."""
+    is_valid = x.amax(-1, keepdim=True).isfinite()
+    x = torch.where(is_valid, x, 0)
     if any(s.top_k for s in samplings):
         x = filters.keep_top_k(x, [s.top_k for s in samplings])
-    p = x.softmax(-1)
+    scales = [1.0 if s.is_greedy else weights.compute_scale(s.temperature, x.dtype) for s in samplings]
+    exponents = weights.compute_exponents(x, torch.tensor(scales, dtype=x.dtype, device=x.device)[:, None])
+    w = weights.compute_weights(exponents)
     if any(s.top_p < 1 for s in samplings):
-        p = filters.keep_top_p(p, _build_scalar_or_column(samplings, "top_p", p))
+        w = filters.keep_top_p(w, [s.top_p for s in samplings])
     if any(s.min_p for s in samplings):
-        p = filters.keep_min_p(p, _build_scalar_or_column(samplings, "min_p", p))
+        w = filters.keep_min_p(w, [s.min_p for s in samplings])
     if any(s.typical_p < 1 for s in samplings):
-        p = filters.keep_typical(p, _build_scalar_or_column(samplings, "typical_p", p))
-    return p
+        w = filters.keep_typical(w, exponents, [s.typical_p for s in samplings])
+    return torch.where(is_valid, weights.normalise(w), math.nan)

@@ -1,29 +1,27 @@
-"""Filters of sampling (top-k, top-p, min-p, typical) as functions of logits and probabilities, row by row.
+"""Filters of sampling (top-k, top-p, min-p, typical) as functions of logits and weights, row by row.
 
-The tokens that a filter keeps are renormalised. Sorting the vocabulary takes longer than all other operations on a row.
-On the CPU a nucleus is therefore searched among tokens above a threshold, and only those are sorted. The result is the
-set that a full sort keeps, ties included.
+A filter sets the weights of other tokens to 0; `distribution` divides by the sum once, after the last filter. Sorting
+the vocabulary takes longer than all other operations on a row. On the CPU a nucleus is therefore searched among tokens
+above a threshold, and only those are sorted. The result is the set that a full sort keeps, ties included.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from foredraft.sampling.weights import count_units, to_summands
+
 NEG_INF = -math.inf
-ScalarOrColumn = Tensor | float  # [R, 1], or one number for all rows
 FloatRow = NDArray[np.floating]
-# Thresholds above which a nucleus is searched, one after the other, relative to the largest probability.
+# Thresholds above which a nucleus is searched, one after the other, relative to the largest weight.
 RELATIVE_THRESHOLDS = (2.0**-6, 2.0**-9, 2.0**-12, 2.0**-16)
-SURPRISAL_THRESHOLDS = (
-    1.0,
-    2.0,
-    4.0,
-)  # the same for typical sampling: distance of the surprisal from the entropy, nats
-MASS_MARGIN = 1e-6  # mass above the required one, so that rounding cannot add a token below the threshold
+# The same for typical sampling: distance of the surprisal from the entropy, negative, in bits.
+SURPRISAL_THRESHOLDS = (-1.5, -3.0, -6.0)
+MASS_MARGIN = 1e-6  # share above the required one in float64, so that rounding cannot add a token below the threshold
 
 
 def compute_greedy_probs(x: Tensor) -> Tensor:
@@ -61,96 +59,106 @@ def keep_top_k(x: Tensor, top_k: Sequence[int]) -> Tensor:
     return x.masked_fill(x < floor, NEG_INF)
 
 
-def keep_top_p(p: Tensor, mass: ScalarOrColumn) -> Tensor:
-    """Keep the likeliest tokens until their probabilities reach `mass`, the crossing token included.
+def keep_top_p(w: Tensor, masses: Sequence[float]) -> Tensor:
+    """Keep the heaviest tokens until their share of the row reaches its mass, the crossing token included.
 
-    Among equal probabilities, lower ids come first.
+    Among equal weights, lower ids come first.
     """
-    return _keep_nucleus(p, mass, p, lambda row: [float(row.max()) * threshold for threshold in RELATIVE_THRESHOLDS])
+    return _keep_nucleus(w, masses, w, RELATIVE_THRESHOLDS)
 
 
-def keep_min_p(p: Tensor, ratio: ScalarOrColumn) -> Tensor:
-    """Keep tokens with at least `ratio` times the largest probability of their row."""
-    return renormalise(p, p >= ratio * p.amax(-1, keepdim=True))
+def keep_min_p(w: Tensor, ratios: Sequence[float]) -> Tensor:
+    """Keep tokens with at least this ratio of the largest weight, which is 1."""
+    return torch.where(w.double() >= _build_column(ratios, w.device), w, 0)
 
 
-def keep_typical(p: Tensor, mass: ScalarOrColumn) -> Tensor:
-    """Keep the tokens whose surprisal is nearest to the entropy, until their probabilities reach `mass`.
+def keep_typical(w: Tensor, exponents: Tensor, masses: Sequence[float]) -> Tensor:
+    """Keep the tokens whose surprisal is nearest to the entropy, until their share of the row reaches its mass.
 
     Reference: 2202.00666.
     """
-    return _keep_nucleus(
-        p, mass, -compute_surprisal_gap(p), lambda row: [-threshold for threshold in SURPRISAL_THRESHOLDS]
-    )
+    return _keep_nucleus(w, masses, -compute_surprisal_gap(w, exponents), SURPRISAL_THRESHOLDS)
 
 
-def select_nucleus(p: Tensor, mass: ScalarOrColumn, rank: Tensor) -> Tensor:
-    """Return the first tokens by descending `rank` whose probabilities reach `mass`, as a mask [R, V].
+def select_nucleus(w: Tensor, masses: Sequence[float], rank: Tensor) -> Tensor:
+    """Return the first tokens by descending `rank` whose weights reach a share of the row, as a mask [R, V].
 
-    The crossing token is included. This sorts whole rows: it is slow, and the reference for `_search_nucleus`.
+    The crossing token is included. This sorts whole rows: it is slow, and the reference for `_search_nucleus` and for
+    the native sampler.
     """
     order = rank.argsort(dim=-1, descending=True, stable=True)
-    ordered = p.gather(-1, order)
+    mass = _build_column(masses, w.device)
+    ordered = to_summands(w).gather(-1, order)
     before = ordered.cumsum(-1) - ordered
-    keep = before < mass
-    keep |= torch.as_tensor(mass, device=p.device) >= 1
+    keep = before < _compute_limit(mass, to_summands(w).sum(-1, keepdim=True))
+    keep |= mass >= 1
     keep[..., 0] = True  # a mass that rounds to zero still leaves one token
     return torch.zeros_like(keep).scatter(-1, order, keep)
 
 
-def compute_surprisal_gap(p: Tensor) -> Tensor:
-    """Return |-log p - H| in nats; +inf if p is zero."""
-    surprisal = -p.log()
-    entropy = torch.where(p > 0, p * surprisal, 0).sum(-1, keepdim=True)
-    return (surprisal - entropy).abs()
+def compute_surprisal_gap(w: Tensor, exponents: Tensor) -> Tensor:
+    """Return the distance of every surprisal from the entropy, in bits, [R, V]; +inf for a token without a logit.
 
-
-def renormalise(p: Tensor, keep: Tensor) -> Tensor:
-    """Set other tokens to 0 and scale each row to a sum of 1, [R, V].
-
-    A row that keeps all tokens is not divided, so that its bits do not depend on the other rows of the batch.
+    A surprisal is log2(sum of weights) - exponent, and the entropy is the mean of it, so the sum cancels.
     """
-    p = torch.where(keep | p.isnan(), p, 0)
-    return p / torch.where(keep.all(-1, keepdim=True), 1, p.sum(-1, keepdim=True))
+    products = torch.where(w > 0, w.double() * exponents.double(), 0)
+    if w.dtype == torch.float32:
+        total, products = to_summands(w).sum(-1, keepdim=True).double(), count_units(products)
+    else:
+        total = w.sum(-1, keepdim=True)
+    mean = products.sum(-1, keepdim=True).double() / total
+    return (exponents - mean.to(w.dtype)).abs()
 
 
-def _keep_nucleus(
-    p: Tensor, mass: ScalarOrColumn, rank: Tensor, thresholds_of: Callable[[FloatRow], Sequence[float]]
-) -> Tensor:
+def _build_column(values: Sequence[float], device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64, device=device)[:, None]
+
+
+def _compute_limit(mass: Tensor, total: Tensor) -> Tensor:
+    """Return the sum that the tokens of a nucleus reach: [R, 1] of the dtype of `total`, the sum of a row."""
+    if total.dtype == torch.int64:
+        return (mass * total.double()).ceil().to(torch.int64)
+    return mass * total
+
+
+def _keep_nucleus(w: Tensor, masses: Sequence[float], rank: Tensor, thresholds: Sequence[float]) -> Tensor:
     """Keep the nucleus by descending rank; on the CPU, search above thresholds before sorting a whole row."""
-    if p.device.type != "cpu":
-        return renormalise(p, select_nucleus(p, mass, rank))
-    masses = mass.flatten().tolist() if isinstance(mass, Tensor) else [mass] * len(p)
-    result = torch.zeros_like(p)
-    for i, (row, ranks, m) in enumerate(zip(p.numpy(), rank.numpy(), masses, strict=True)):
-        if m >= 1 or math.isnan(row[0]):  # all tokens are kept, or the row is NaN throughout
-            result[i] = p[i]
+    if w.device.type != "cpu":
+        return torch.where(select_nucleus(w, masses, rank), w, 0)
+    summands = to_summands(w)
+    limits = _compute_limit(_build_column(masses, w.device), summands.sum(-1, keepdim=True)).flatten().tolist()
+    result = torch.zeros_like(w)
+    for i, (mass, limit) in enumerate(zip(masses, limits, strict=True)):
+        if mass >= 1:
+            result[i] = w[i]
             continue
-        ids = _search_nucleus(row, ranks, m, thresholds_of(ranks))
+        ids = _search_nucleus(summands[i].numpy(), rank[i].numpy(), limit, thresholds)
         if ids is None:
-            result[i] = renormalise(p[i : i + 1], select_nucleus(p[i : i + 1], m, rank[i : i + 1]))[0]
-            continue
-        nucleus = result[i : i + 1]
-        nucleus[0].numpy()[ids] = row[ids]
-        if len(ids) < len(row):
-            nucleus /= nucleus.sum(-1, keepdim=True)
+            keep = select_nucleus(w[i : i + 1], [mass], rank[i : i + 1])[0]
+            result[i] = torch.where(keep, w[i], 0)
+        else:
+            result[i].numpy()[ids] = w[i].numpy()[ids]
     return result
 
 
-def _search_nucleus(row: FloatRow, rank: FloatRow, mass: float, thresholds: Sequence[float]) -> NDArray[np.intp] | None:
+def _search_nucleus(
+    summands: NDArray[np.number], rank: FloatRow, limit: float, thresholds: Sequence[float]
+) -> NDArray[np.intp] | None:
     """Return the ids that `select_nucleus` keeps of one row; None if the ids above a threshold may not include them.
 
     The ids above a threshold, stably sorted, are the first part of the whole row stably sorted.
     """
     for threshold in thresholds:
         ids = np.flatnonzero(rank >= threshold)
-        if not len(ids) or row[ids].sum() < mass:
+        if not len(ids) or summands[ids].sum() < limit:
             continue
         ids = ids[np.argsort(-rank[ids], kind="stable")]
-        probs = row[ids]
-        cumulative = np.cumsum(probs, dtype=np.float64).astype(row.dtype)  # torch also accumulates in float64
-        if len(ids) == len(row) or cumulative[-1] >= mass + MASS_MARGIN:
-            is_kept = cumulative - probs < row.dtype.type(mass)
+        terms = summands[ids]
+        cumulative = np.cumsum(terms)
+        margin = 0 if terms.dtype == np.int64 else MASS_MARGIN * limit
+        if cumulative[-1] >= limit + margin:
+            is_kept = cumulative - terms < limit
             is_kept[0] = True
-            return ids[is_kept]
+            kept: NDArray[np.intp] = ids[is_kept]
+            return kept
     return None

@@ -132,6 +132,11 @@ class Sampling:
         return self.temperature == 0
 
     @cached_property
+    def filter_settings(self) -> tuple[float, float, float, float, float]:
+        """Temperature, top-k, top-p, min-p and typical-p, as the native sampler takes them."""
+        return self.temperature, float(self.top_k), self.top_p, self.min_p, self.typical_p
+
+    @cached_property
     def has_penalties(self) -> bool:
         """Whether any of the three penalties is on."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0

@@ -14,14 +14,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from foredraft.kernels.sampler import find_sampler
 from foredraft.sampling import rng
 from foredraft.sampling.distribution import TokenHistory, distribution, process_logits
 from foredraft.sampling.filters import argmax_tokens
 from foredraft.sampling.params import Sampling
+from foredraft.sampling.token_sampler import NO_TOKEN, sample_tokens, select_rows
+from foredraft.verification.masses import divide_masses, sample_index, subtract_masses, sum_masses
 
 Floats = NDArray[np.float64]
 NoiseKeyFunction = Callable[[int], int | None]  # row -> noise key of its sample; None if every row is one-hot
-NO_TOKEN = -1  # sampled token of a row with invalid logits
 SPARSE_FACTOR = 4  # a row is stored sparsely if fewer than one in this many tokens have mass
 EAGER_ARGMAX_SIZE = 1 << 16  # logits [R * V] on the CPU up to which one argmax over all rows is faster than two calls
 
@@ -46,13 +48,21 @@ class Probs:
             InvalidLogitsError: if its sum is not positive and finite.
         """
         row = p.cpu().numpy() if p.dtype != torch.bfloat16 else p.cpu().float().numpy()
-        total = float(row.sum(dtype=np.float64))
-        if not 0 < total < np.inf:
+        masses = cls.from_masses(row)
+        if not 0 < masses.total < np.inf:
             raise InvalidLogitsError
+        return masses.normalise(fallback=masses)
+
+    @classmethod
+    def from_masses(cls, row: Floats) -> "Probs":
+        """Return the masses of a row [V] as they are, sparse if few tokens have one.
+
+        Equal rows of p and q thus have equal bits after `normalise`, and a draft from p itself is always accepted.
+        """
         if np.count_nonzero(row) * SPARSE_FACTOR < len(row):
             ids = np.flatnonzero(row)
-            return cls(row[ids] / np.float64(total), len(row), ids)
-        return cls(row / np.float64(total), len(row))
+            return cls(row[ids], len(row), ids)
+        return cls(row, len(row))
 
     @classmethod
     def from_token(cls, token: int, vocab_size: int) -> "Probs":
@@ -68,7 +78,7 @@ class Probs:
     @property
     def total(self) -> float:
         """Sum of the masses; 1 if normalised."""
-        return float(self.mass.sum(dtype=np.float64))
+        return sum_masses(self.mass)
 
     @property
     def entropy(self) -> float:
@@ -95,9 +105,7 @@ class Probs:
 
     def compute_residual(self, q: "Probs", weight: float = 1.0) -> "Probs":
         """Return the residual max(0, weight * p - q), not normalised. `weight` is the joint ratio of `block`."""
-        residual = self.mass * weight
-        residual -= q.gather(self.ids)
-        return Probs(np.maximum(residual, 0, out=residual), self.vocab_size, self.ids)
+        return Probs(subtract_masses(self.mass, weight, q.gather(self.ids)), self.vocab_size, self.ids)
 
     def normalise(self, fallback: "Probs") -> "Probs":
         """Scale to a sum of 1; return `fallback` if there is no mass.
@@ -105,20 +113,20 @@ class Probs:
         A residual without mass arises from rounding if p and q agree. Callers then fall back to p.
         """
         total = self.total
-        return Probs(self.mass / np.float64(total), self.vocab_size, self.ids) if total > 0 else fallback
+        return Probs(divide_masses(self.mass, total), self.vocab_size, self.ids) if total > 0 else fallback
 
     def exclude(self, token: int) -> "Probs":
-        """Return dense masses with the mass of `token` set to 0; ids must be None."""
+        """Return the masses with that of `token` set to 0."""
         mass = self.mass.copy()
-        mass[token] = 0
-        return Probs(mass, self.vocab_size)
+        if self.ids is None:
+            mass[token] = 0
+        else:
+            mass[self.ids == token] = 0
+        return Probs(mass, self.vocab_size, self.ids)
 
     def sample(self, u: float) -> int:
         """Return the first token whose cumulative mass exceeds u * total, u in (0, 1); never a token without mass."""
-        mass = self.mass.cumsum()
-        index = int(mass.searchsorted(u * mass[-1], side="right"))
-        if index >= len(mass) or not self.mass[index] > 0:
-            index = int(self.mass.nonzero()[0][-1])
+        index = sample_index(self.mass, u)
         return index if self.ids is None else int(self.ids[index])
 
 
@@ -190,11 +198,26 @@ class LazyTargetProbs:
     def get_probs(self, row: int) -> Probs:
         """Return p of a row: one-hot if greedy. Raises InvalidLogitsError."""
         if not self.samplings[row].is_greedy:
-            return Probs.from_row(self.get_dense_row(row))
+            return self._compute_probs(row)
         self._argmax_rows([row])
         if self._token_by_row[row] == NO_TOKEN:
             raise InvalidLogitsError
         return Probs.from_token(self._token_by_row[row], self.logits.shape[-1])
+
+    def _compute_probs(self, row: int) -> Probs:
+        """Return `Probs.from_row` of the dense row, natively without the dense row if it is not there yet."""
+        sampler = find_sampler(self.logits)
+        if sampler is None or row in self._dense_rows:
+            return Probs.from_row(self.get_dense_row(row))
+        sampling, histories = self.samplings[row], self._build_histories([row])
+        logits, index = self.logits, row
+        if sampling.shapes_logits:
+            logits, index = process_logits(select_rows(logits, [row]), [sampling], histories), 0
+        found = sampler.compute_masses(logits, index, sampling.filter_settings)
+        if found is None:
+            raise InvalidLogitsError
+        ids, mass = found
+        return Probs(mass, logits.shape[-1], ids)
 
     def get_dense_row(self, row: int) -> Tensor:
         """Return p of a row as `distribution` computes it: [V], NaN if the logits are invalid."""
@@ -212,35 +235,21 @@ class LazyTargetProbs:
         """Compute the tokens of greedy rows; their one-hot distributions are not built."""
         samplings, histories = [self.samplings[row] for row in rows], self._build_histories(rows)
         self._token_by_row |= zip(
-            rows, argmax_tokens(process_logits(self._slice_logits(rows), samplings, histories)), strict=True
+            rows, argmax_tokens(process_logits(select_rows(self.logits, rows), samplings, histories)), strict=True
         )
 
     def _sample_rows(self, rows: Sequence[int], key: NoiseKeyFunction) -> None:
-        self._compute_rows([row for row in rows if row not in self._dense_rows])
-        keys = [key(row) or 0 for row in rows]
-        if self.logits.device.type == "cpu":
-            for row, k in zip(rows, keys, strict=True):
-                mass = self._dense_rows[row].numpy()
-                is_valid = mass[0] == mass[0]  # an invalid row is NaN throughout
-                self._token_by_row[row] = rng.race_argmax(mass, k) if is_valid else NO_TOKEN
-            return
-        p = torch.stack([self._dense_rows[row] for row in rows])
-        tokens = rng.exponential_race(p, torch.tensor(keys, device=p.device)).argmax(-1)
-        self._token_by_row |= zip(rows, tokens.masked_fill_(p[:, 0].isnan(), NO_TOKEN).tolist(), strict=True)
+        samplings, keys = [self.samplings[row] for row in rows], [key(row) or 0 for row in rows]
+        self._token_by_row |= zip(
+            rows, sample_tokens(self.logits, rows, samplings, keys, self._build_histories(rows)), strict=True
+        )
 
     def _compute_rows(self, rows: Sequence[int]) -> None:
         if rows:
             samplings = [self.samplings[row] for row in rows]
             self._dense_rows |= zip(
-                rows, distribution(self._slice_logits(rows), samplings, self._build_histories(rows)), strict=True
+                rows, distribution(select_rows(self.logits, rows), samplings, self._build_histories(rows)), strict=True
             )
-
-    def _slice_logits(self, rows: Sequence[int]) -> Tensor:
-        """Return the logits of these rows, as a view if the rows are consecutive."""
-        first, size = rows[0], len(rows)
-        if rows[-1] == first + size - 1 and list(rows) == list(range(first, first + size)):
-            return self.logits[first : first + size]
-        return self.logits[list(rows)]
 
     def _build_histories(self, rows: Sequence[int]) -> list[TokenHistory] | None:
         return None if self._history_of_row is None else [self._history_of_row(row) for row in rows]

@@ -24,11 +24,12 @@ import torch
 from torch import Tensor
 
 from foredraft.errors import ForedraftError
+from foredraft.sampling.token_sampler import NO_TOKEN
 from foredraft.tree import Commit, TokenTree
 from foredraft.verification.block_chain import BlockChain
 from foredraft.verification.noise import Noise
 from foredraft.verification.paths import CommittedPath, build_commit, verify_by_level
-from foredraft.verification.probs import NO_TOKEN, InvalidLogitsError, Probs, TargetProbs, to_target_probs
+from foredraft.verification.probs import InvalidLogitsError, Probs, TargetProbs, to_target_probs
 from foredraft.verification.rule import Rule, VerifyFunction
 from foredraft.verification.siblings import iterate_siblings
 

@@ -65,7 +65,7 @@ def iterate_trials(tree: TokenTree, b: int, node: int, vocab_size: int) -> Itera
                     return
                 yield Trial(Probs.from_token(x, vocab_size), ((child, x),))
             continue
-        remaining = Probs(group.q, len(group.q))  # without the tokens of earlier siblings
+        remaining = Probs.from_masses(group.q)  # without the tokens of earlier siblings
         while pairs:
             count = len(pairs) if group.is_independent else 1
             trial = _make_trial(remaining, pairs[:count], vocab_size)
@@ -80,10 +80,10 @@ def iterate_trials(tree: TokenTree, b: int, node: int, vocab_size: int) -> Itera
 
 def _make_trial(mass: Probs, pairs: Sequence[tuple[int, int]], vocab_size: int) -> Trial | None:
     """Return the trial of the samples before the first one that cannot come from `mass`; None if there is none."""
-    if len(mass.mass) != vocab_size:
+    if mass.vocab_size != vocab_size:
         return None
     total = mass.total
-    if not math.isfinite(total) or total <= 0 or float(mass.mass.min()) < 0:
+    if not math.isfinite(total) or total <= 0 or float(mass.mass.min(initial=0)) < 0:
         return None
     valid = []
     for child, x in pairs:

@@ -102,9 +102,21 @@ int64_t fd_encdec_scratch(const fd_encdec *m, const fd_rows *rows, const fd_rows
 void fd_encdec_forward(const fd_encdec *m, const fd_rows *rows, const fd_rows *sources, const fd_pass *p) {
     selected->encdec_forward(m, rows, sources, p);
 }
+int fd_sample(const fd_sampling *job) { return selected->sample(job); }
+double fd_sum_masses(const void *x, int is_float, int64_t n) { return selected->sum_masses(x, is_float, n); }
+void fd_divide_masses(const void *x, int is_float, int64_t n, double total, double *out) {
+    selected->divide_masses(x, is_float, n, total, out);
+}
+void fd_subtract_masses(const double *p, double weight, const double *q, int64_t n, double *out) {
+    selected->subtract_masses(p, weight, q, n, out);
+}
+int64_t fd_sample_mass(const double *mass, int64_t n, double u, double *sums) {
+    return selected->sample_mass(mass, n, u, sums);
+}
 int64_t fd_sizeof(int record) { /* numbered as RECORDS in library.py */
     const int64_t sizes[] = {sizeof(fd_weight),    sizeof(fd_rows),        sizeof(fd_layer),
                              sizeof(fd_model),     sizeof(fd_pass),        sizeof(fd_attention),
-                             sizeof(fd_linear_args), sizeof(fd_encdec_layer), sizeof(fd_encdec)};
+                             sizeof(fd_linear_args), sizeof(fd_encdec_layer), sizeof(fd_encdec),
+                             sizeof(fd_settings),  sizeof(fd_sampling)};
     return record < (int)(sizeof sizes / sizeof *sizes) ? sizes[record] : 0;
 }

@@ -102,6 +102,27 @@ typedef struct {
     fd_weight head;
 } fd_encdec;
 
+/* Sampling parameters of a row; sampling/params.py has their meaning. */
+typedef struct {
+    double temperature, top_k, top_p, min_p, typical_p;
+} fd_settings;
+
+/* From rows of logits to probabilities or sampled tokens: sampler.h. */
+typedef struct {
+    const void *logits;          /* [rows, stride] float32 or bf16 */
+    const int64_t *rows;         /* [num_rows] rows of the logits */
+    const fd_settings *settings; /* [num_rows] */
+    const int64_t *keys;         /* [num_rows] noise keys, for tokens */
+    float *probs;                /* [num_rows, vocab] or NULL */
+    int32_t *tokens;             /* [num_rows] or NULL */
+    double *masses;              /* [num_rows, vocab] or NULL: normalised probabilities of the listed tokens, or of all */
+    int64_t *ids;                /* [num_rows, vocab] listed tokens, for masses */
+    int32_t *counts;             /* [num_rows] of listed tokens; -1 = masses of all, 0 = no distribution */
+    int64_t stride;
+    double margin; /* relative distance of the best score from all others below which the race is uncertain */
+    int32_t num_rows, vocab, is_bf16;
+} fd_sampling;
+
 /* Arguments of one product y = x W^T. */
 typedef struct {
     const fd_weight *weight;

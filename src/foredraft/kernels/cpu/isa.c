@@ -4,6 +4,8 @@
 #include "encdec.h"
 #include "kernels.h"
 #include "linear.h"
+#include "masses.h"
+#include "sampler.h"
 #include "team.h"
 
 #define JOIN(a, b) a##b
@@ -94,4 +96,9 @@ const fd_kernels NAME(FD_ISA) = {
     .attention_scratch = team_attention_scratch,
     .attention = attention,
     .read_memory = read_memory,
+    .sample = sample,
+    .sum_masses = sum_masses,
+    .divide_masses = divide_masses,
+    .subtract_masses = subtract_masses,
+    .sample_mass = sample_mass,
 };

@@ -15,6 +15,11 @@ typedef struct {
     uint32_t (*read_memory)(const void *, int64_t bytes);
     int64_t (*encdec_scratch)(const fd_encdec *, const fd_rows *, const fd_rows *sources, int threads);
     void (*encdec_forward)(const fd_encdec *, const fd_rows *, const fd_rows *sources, const fd_pass *);
+    int (*sample)(const fd_sampling *);
+    double (*sum_masses)(const void *, int is_float, int64_t n);
+    void (*divide_masses)(const void *, int is_float, int64_t n, double total, double *out);
+    void (*subtract_masses)(const double *p, double weight, const double *q, int64_t n, double *out);
+    int64_t (*sample_mass)(const double *, int64_t n, double u, double *sums);
 } fd_kernels;
 
 #endif

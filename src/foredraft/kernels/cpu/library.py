@@ -6,7 +6,7 @@ The library takes addresses, so it links to nothing. The records mirror foredraf
 import ctypes
 import os
 import warnings
-from ctypes import POINTER, c_char_p, c_float, c_int, c_int32, c_int64, c_uint32, c_void_p
+from ctypes import POINTER, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_uint32, c_void_p
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -168,6 +168,23 @@ class LinearRecord(ctypes.Structure):
     )
 
 
+class SettingsRecord(ctypes.Structure):
+    """Sampling parameters of a row (fd_settings)."""
+
+    _fields_ = tuple((name, c_double) for name in "temperature top_k top_p min_p typical_p".split())
+
+
+class SamplingRecord(ctypes.Structure):
+    """Arguments of one call of the sampler (fd_sampling)."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in "logits rows settings keys probs tokens masses ids counts".split()),
+        ("stride", c_int64),
+        ("margin", c_double),
+        *((name, c_int32) for name in "num_rows vocab is_bf16".split()),
+    )
+
+
 RECORDS = (
     WeightRecord,
     RowsRecord,
@@ -178,6 +195,8 @@ RECORDS = (
     LinearRecord,
     Seq2SeqLayerRecord,
     Seq2SeqRecord,
+    SettingsRecord,
+    SamplingRecord,
 )
 
 
@@ -326,6 +345,16 @@ def _declare_functions(handle: ctypes.CDLL) -> None:
         POINTER(PassRecord),
     ]
     handle.fd_encdec_forward.restype = None
+    handle.fd_sample.argtypes = [POINTER(SamplingRecord)]
+    handle.fd_sample.restype = c_int
+    handle.fd_sum_masses.argtypes = [c_void_p, c_int, c_int64]
+    handle.fd_sum_masses.restype = c_double
+    handle.fd_divide_masses.argtypes = [c_void_p, c_int, c_int64, c_double, c_void_p]
+    handle.fd_divide_masses.restype = None
+    handle.fd_subtract_masses.argtypes = [c_void_p, c_double, c_void_p, c_int64, c_void_p]
+    handle.fd_subtract_masses.restype = None
+    handle.fd_sample_mass.argtypes = [c_void_p, c_int64, c_double, c_void_p]
+    handle.fd_sample_mass.restype = c_int64
     handle.fd_read_memory.argtypes = [c_void_p, c_int64]
     handle.fd_read_memory.restype = c_uint32
 

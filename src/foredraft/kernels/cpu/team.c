@@ -11,6 +11,7 @@
 #include <sched.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <time.h>
 
 typedef void (*gomp_parallel_function)(void (*)(void *), void *, unsigned, unsigned);
@@ -112,6 +113,29 @@ static void openmp_member(void *of) {
     /* the runtime may give fewer threads than requested, and a barrier waits for the actual number */
     atomic_store_explicit(&j->team.size, openmp_num_threads(), memory_order_relaxed);
     run_member(j);
+}
+
+/* Memory of each thread that ran a sampler. A new allocation for every step would be zeroed page by page. */
+typedef struct {
+    int64_t bytes;
+    char data[];
+} thread_memory;
+
+static pthread_once_t memory_once = PTHREAD_ONCE_INIT;
+static pthread_key_t memory_key;
+static void create_memory_key(void) { pthread_key_create(&memory_key, free); }
+
+void *fd_thread_memory(int64_t bytes) {
+    pthread_once(&memory_once, create_memory_key);
+    thread_memory *memory = pthread_getspecific(memory_key);
+    if (!memory || memory->bytes < bytes) {
+        free(memory);
+        memory = malloc(sizeof *memory + (size_t)bytes + 64);
+        pthread_setspecific(memory_key, memory);
+        if (!memory) return NULL;
+        memory->bytes = bytes;
+    }
+    return (void *)(((uintptr_t)memory->data + 63) & ~(uintptr_t)63);
 }
 
 /* The separate pool. */

@@ -3,6 +3,7 @@
 #define FD_TEAM_H
 
 #include <stdatomic.h>
+#include <stdint.h>
 
 typedef struct {
     atomic_int size, arrived, generation, next;
@@ -13,6 +14,8 @@ typedef void (*fd_body)(void *arg, fd_team *team);
 void fd_parallel(fd_body body, void *arg);
 void fd_barrier(fd_team *team);
 int fd_num_threads(void);
+/* Memory of the calling thread, aligned to a cache line, until its next call or its end; NULL if there is none. */
+void *fd_thread_memory(int64_t bytes);
 
 static inline int fd_take(fd_team *team, int count) {
     return atomic_fetch_add_explicit(&team->next, count, memory_order_relaxed);
