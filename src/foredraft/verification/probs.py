@@ -234,9 +234,11 @@ class LazyTargetProbs:
     def _argmax_rows(self, rows: Sequence[int]) -> None:
         """Compute the tokens of greedy rows; their one-hot distributions are not built."""
         samplings, histories = [self.samplings[row] for row in rows], self._build_histories(rows)
-        self._token_by_row |= zip(
-            rows, argmax_tokens(process_logits(select_rows(self.logits, rows), samplings, histories)), strict=True
-        )
+        if len(rows) * self.logits.shape[-1] > EAGER_ARGMAX_SIZE and find_sampler(self.logits) is not None:
+            tokens = sample_tokens(self.logits, rows, samplings, [0] * len(rows), histories)  # copies no rows
+        else:
+            tokens = argmax_tokens(process_logits(select_rows(self.logits, rows), samplings, histories))
+        self._token_by_row |= zip(rows, tokens, strict=True)
 
     def _sample_rows(self, rows: Sequence[int], key: NoiseKeyFunction) -> None:
         samplings, keys = [self.samplings[row] for row in rows], [key(row) or 0 for row in rows]
