@@ -8,9 +8,9 @@ import torch
 from foredraft.errors import ForedraftError
 from foredraft.kv.control_group import read_memory_room
 
-# Share of the free memory that is used by default. A GPU has nothing else to do; the rest is for activations. A CPU's
-# memory has other users.
-DEFAULT_SHARES = {"cpu": 0.25, "cuda": 0.8}
+# Shares of the free memory that are used by default. The rest of a GPU is for activations. The memory of a CPU, or of a
+# device that shares it, has other users.
+DEFAULT_SHARE, GPU_SHARE = 0.25, 0.8
 MAX_SIZED_CONTEXT = 1 << 20  # tokens; a longer context is not reserved in full by default
 
 
@@ -19,7 +19,7 @@ class MemoryLimits:
     """Sizes of the KV memory and of a step.
 
     `kv_tokens` goes before `kv_memory`. If both are None, the KV memory holds a full batch at full context, but takes
-    at most `DEFAULT_SHARES` of the free memory, times `kv_share`.
+    at most `DEFAULT_SHARE` of the free memory, on a GPU `GPU_SHARE`, times `kv_share`.
     """
 
     kv_tokens: int | None = None  # KV memory in tokens
@@ -55,7 +55,8 @@ class MemoryLimits:
                 )
             return tokens // size + 1
         full_batch = self.max_batch * min(context_length, MAX_SIZED_CONTEXT)
-        default_memory = int(get_available_memory(device) * DEFAULT_SHARES[device.type] * self.kv_share)
+        share = GPU_SHARE if device.type == "cuda" else DEFAULT_SHARE
+        default_memory = int(get_available_memory(device) * share * self.kv_share)
         fits = default_memory // bytes_per_token
         return max(min(full_batch, fits) // size, 2) + 1
 

@@ -74,7 +74,9 @@ def test_an_agent_calls_its_tool_until_the_model_answers(served: Any, client: An
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "get_weather"}])
 def test_a_required_call_has_input(served: Any, client: Any, is_streamed: bool, choice: Any):
     served[1].clear()
-    tools = [TOOLS[0] | {"input_schema": CITY | {"properties": {"city": {"enum": ["a", "b"]}}}}]
+    # without further properties: random weights write numbers such as 6E702 there, which no body can hold
+    schema = CITY | {"properties": {"city": {"enum": ["a", "b"]}}, "additionalProperties": False}
+    tools = [TOOLS[0] | {"input_schema": schema}]
     body = {"tools": tools, "tool_choice": choice | {"disable_parallel_tool_use": True}, "temperature": 1.0}
     message = answer(client, is_streamed, messages=[USER], thinking={"type": "disabled"}, **body)
     (call,) = message.content

@@ -45,7 +45,7 @@ class EncoderDecoder(HFModel):
     _calibration_source: EncoderSource | None = None
 
     def __post_init__(self) -> None:
-        pool = DecoderKVPool(self.pool.is_native)
+        pool = DecoderKVPool(self.pool.is_native, is_whole=self.pool.is_whole)
         self.pool = pool
         self.cross_kv = pool.cross_kv = CrossKVCache(
             pool.is_native, bind_weakly(self._encode_cross_kv), bind_weakly(pool.get_capacity)
@@ -89,7 +89,8 @@ class EncoderDecoder(HFModel):
         # One token of KV capacity is one decoder token and one source token.
         kv_elements = KV_TENSORS_PER_LAYER * len(stack.blocks) * stack.shape.heads * stack.shape.head_dim
         encoder = SourceEncoder(model, allows_padding=not is_native, native=native_encoder)
-        return cls(model, name, KVPool(is_native), kv_elements, count, decoder=stack, encoder=encoder, native=fused)
+        pool = KVPool(is_native, is_whole=model.device.type == "cuda")
+        return cls(model, name, pool, kv_elements, count, decoder=stack, encoder=encoder, native=fused)
 
     def with_new_kv(self) -> "EncoderDecoder":
         return replace(self)

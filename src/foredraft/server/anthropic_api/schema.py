@@ -157,10 +157,7 @@ class ConversationRequest(RoutedRequest):
     @model_validator(mode="before")
     @classmethod
     def _drop_neutral(cls, data: Any) -> Any:
-        for name in data:
-            if name in RENAMED_FIELDS:
-                raise ApiError(400, f"{name} is called {RENAMED_FIELDS[name]} in this route", name)
-        return drop_neutral(data, cls.model_fields, NEUTRAL_VALUES, FIXES)
+        return drop_neutral(data, cls.model_fields, NEUTRAL_VALUES, FIXES, RENAMED_FIELDS)
 
 
 class CountTokensRequest(ConversationRequest):

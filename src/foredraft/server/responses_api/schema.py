@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from foredraft.server.errors import ApiError, quote_name
+from foredraft.server.errors import quote_name
 from foredraft.server.responses_api.input_items import ResponseInput
 from foredraft.server.schemas import (
     Count,
@@ -178,10 +178,7 @@ class ResponseRequest(SamplingRequest):
     @model_validator(mode="before")
     @classmethod
     def _drop_neutral(cls, data: Any) -> Any:
-        for name in data:
-            if name in RENAMED_FIELDS:
-                raise ApiError(400, f"{name} is called {RENAMED_FIELDS[name]} in this route", name)
-        return drop_neutral(data, cls.model_fields, NEUTRAL_VALUES, FIXES)
+        return drop_neutral(data, cls.model_fields, NEUTRAL_VALUES, FIXES, RENAMED_FIELDS)
 
     @property
     def has_logprobs(self) -> bool:

@@ -30,7 +30,7 @@ from foredraft.tree import Commit, TokenTree
 PAGE_SIZE = 16  # tokens per page
 PREFILL_CHUNK_TOKENS = 512  # prompt tokens per forward pass
 # Share of the default KV memory. On a GPU the default is nearly all of the free memory, and the target takes its own.
-DRAFT_KV_SHARES = {"cpu": 1.0, "cuda": 0.125}
+GPU_DRAFT_KV_SHARE = 0.125
 
 
 @dataclass(eq=False)
@@ -80,7 +80,7 @@ class CrossVocabDrafter(ABC):
         self.vocab_map = vocab_map
         self.tree_spec = (options or TreeOptions()).to_tree_spec(context.num_speculative_tokens)
         get_bytes_per_token = getattr(lm, "bytes_per_token", None)  # an LM without a KV cache has none
-        share = DRAFT_KV_SHARES[context.device.type]
+        share = GPU_DRAFT_KV_SHARE if context.device.type == "cuda" else 1.0
         limits = MemoryLimits(kv_tokens=kv_tokens, page_size=PAGE_SIZE, kv_share=share)
         num_pages = limits.num_pages(
             lm.context_length, max(1, get_bytes_per_token() if get_bytes_per_token else 1), context.device
