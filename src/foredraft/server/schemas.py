@@ -13,13 +13,11 @@ Fields beyond OpenAI's and vLLM's:
 - `regex`: short for structured_outputs.regex.
 """
 
-from collections.abc import Collection, Mapping, Sequence
-from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
-from foredraft.server.errors import ApiError, quote_name
+from foredraft.server.neutral_fields import drop_neutral
 from foredraft.verification.registry import VERIFY_OPTIONS
 
 SEED_BOUND = 1 << 63  # seeds are 64-bit signed integers
@@ -370,34 +368,3 @@ def _find_prompt_kind(prompt: Any) -> str | None:
         return "text"
     first = prompt[0] if isinstance(prompt, list) and prompt else None
     return {str: "texts", int: "ids", list: "lists"}.get(type(first))
-
-
-def drop_neutral(
-    data: Mapping[str, Any],
-    fields: Collection[str],
-    neutral_values: Mapping[str, Sequence[Any]],
-    fixes: Mapping[str, str] = MappingProxyType({}),
-    renamed: Mapping[str, str] = MappingProxyType({}),
-) -> dict[str, Any]:
-    """Drop the unimplemented fields of a body that have a neutral value.
-
-    Args:
-        data: the body.
-        fields: names of the implemented fields.
-        neutral_values: unimplemented field -> values at which it has no effect.
-        fixes: unimplemented field -> what to do. Default none: it may be left out.
-        renamed: field of another route -> its name in this one. Default none.
-
-    Raises:
-        ApiError: an unimplemented field has another value, or a field has its name in another route.
-    """
-    kept = {}
-    for name, value in data.items():
-        if name in renamed:
-            raise ApiError(400, f"{name} is called {renamed[name]} in this route", name)
-        if name in fields or name not in neutral_values:
-            kept[name] = value
-        elif not any(type(value) is type(other) and value == other for other in neutral_values[name]):
-            fix = fixes.get(name, "leave it out")
-            raise ApiError(400, f"{quote_name(name)} is not implemented; {fix}", name)
-    return kept

@@ -15,13 +15,13 @@ from foredraft.server.anthropic_api.input_blocks import (
     ToolName,
 )
 from foredraft.server.errors import ApiError, quote_name
+from foredraft.server.neutral_fields import drop_neutral
 from foredraft.server.schemas import (
     FunctionDefinition,
     PredictedContent,
     RoutedRequest,
     SamplingRequest,
     StrictModel,
-    drop_neutral,
 )
 
 # An edit that keeps all thinking changes no conversation.

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from foredraft.server.errors import quote_name
+from foredraft.server.neutral_fields import drop_neutral
 from foredraft.server.responses_api.input_items import ResponseInput
 from foredraft.server.schemas import (
     Count,
@@ -21,7 +22,6 @@ from foredraft.server.schemas import (
     PredictedContent,
     SamplingRequest,
     StrictModel,
-    drop_neutral,
 )
 
 # Unimplemented field -> values at which it has no effect.
