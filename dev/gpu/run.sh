@@ -31,7 +31,9 @@ for part in check_kernels tests measure_attention measure_model; do
     "$python" "dev/gpu/$part.py" $dry --out "$out/$part.json" || failed=1
   elif [ -z "$dry" ]; then # without a GPU `make test` runs them
     "$python" -m pytest -q -p no:xdist tests/kernels/gpu tests/models/test_gpu_attention.py \
-      tests/invariants/test_devices.py | tee "$out/tests.txt" || failed=1
+      tests/models/test_recorded_pass.py tests/invariants/test_devices.py | tee "$out/tests.txt" || failed=1
+    FOREDRAFT_TEST_DEVICE=cuda "$python" -m pytest -q -p no:xdist tests/invariants \
+      -m "not soak and not rest and not wide" | tee "$out/invariants.txt" || failed=1
   fi
 done
 if [ -n "$zoo" ] && [ -z "$dry" ]; then
