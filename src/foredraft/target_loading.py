@@ -44,6 +44,7 @@ def load_target(
     tensor_parallel_size: int,
     lora: str | Path | None = None,
     sharer: HFModel | None = None,
+    exact: bool = False,
 ) -> LoadedTarget:
     """Load a target; arguments as of `LLM`, whose `shares_weights_of` is `sharer`.
 
@@ -52,12 +53,16 @@ def load_target(
     """
     if lora is not None or sharer is not None:
         _check_shared_load(model, tensor_parallel_size)
+    if not isinstance(exact, bool):
+        raise ForedraftError(f"exact is True or False, got {exact!r:.80}")
     if isinstance(model, HFModel):  # loaded by the caller
+        if exact and not model.is_exact:
+            raise ForedraftError(f"{model.name} was loaded without exact=True; load it with it, or leave exact out")
         return LoadedTarget(
             model.with_context(max_model_len), None if tokenizer == AUTO_TOKENIZER else tokenizer, None, False
         )
     check_quantization(quantization)
-    check_options(tensor_parallel_size, quantization, fused)
+    check_options(tensor_parallel_size, quantization, fused, exact)
     _check_types(max_model_len, tokenizer)
     builtin = zoo.resolve_target(model)
     name = model if builtin is None else str(zoo.find_target_folder(builtin))
@@ -88,8 +93,9 @@ def load_target(
     reason = explain_unsupported_model(loaded) if fused and load_library() is not None else None
     if reason is not None:
         raise ForedraftError(f"{name} cannot run as native code ({reason}); leave fused out")
-    is_fused = is_ours or quantization is not None if fused is None else fused
-    target = wrap_model(loaded, name, is_fused, is_ours, quantization, sharer).with_context(max_model_len)
+    is_fused = is_ours or quantization is not None or exact if fused is None else fused
+    target = wrap_model(loaded, name, is_fused, is_ours, quantization, sharer, exact)
+    target = target.with_context(max_model_len)
     return LoadedTarget(target, tokenizer, builtin, fused is not False)
 
 

@@ -121,7 +121,8 @@ def compile_others(capability: int, dtype: str = "bf16") -> Iterator[CompiledKer
     )  # fmt: skip
     yield compile_kernel("move", move.move_slots, dtype, {"MOVES": 16, "COLUMNS": 256}, capability)
     yield compile_kernel(
-        "norm", norm.normalize_row, dtype, {"WIDTH": 4096, "PAD": 4096, "HAS_RESIDUAL": True, "IS_OFFSET": False, "IS_LATE": False},
+        "norm", norm.normalize_row, dtype,
+        {"WIDTH": 4096, "PAD": 4096, "HAS_RESIDUAL": True, "IS_OFFSET": False, "IS_LATE": False},
         capability, num_warps=8,
     )  # fmt: skip
     yield compile_kernel(

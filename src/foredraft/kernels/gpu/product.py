@@ -79,7 +79,7 @@ def multiply_part(
     x_at = x + row.to(tl.int64)[:, None] * K + i[None, :]
     weight_at = weight + column.to(tl.int64)[:, None] * weight_row + i.to(tl.int64)[None, :] * weight_column
     acc = tl.zeros([M, OUTPUTS], tl.float32)
-    for tile in range(0, TILES):
+    for tile in range(TILES):
         is_inside = i + tile * INPUTS < K
         a = tl.load(x_at, mask=is_row[:, None] & is_inside[None, :], other=0.0)
         w = tl.load(weight_at, mask=is_column[:, None] & is_inside[None, :], other=0.0)
