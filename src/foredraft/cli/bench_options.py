@@ -57,6 +57,12 @@ class BenchOptions:
             "Run the PyTorch modules of the model instead of the native CPU code.", "--no-fused", panel="Model"
         ),
     ] = False
+    exact: Annotated[
+        bool,
+        _make_option(
+            "Require the same bits with drafts and without; a GPU then runs slower kernels.", "--exact", panel="Model"
+        ),
+    ] = False
     prompts: Annotated[int | None, _make_option(_PROMPTS_HELP, panel="Prompts", low=0)] = None
     questions: Annotated[
         Path | None,
@@ -94,7 +100,7 @@ class BenchOptions:
     @property
     def llm_options(self) -> dict[str, Any]:
         """Arguments of `LLM` besides model, dtype and device; an option that is not set is left out."""
-        return {"fused": False} if self.no_fused else {}
+        return ({"fused": False} if self.no_fused else {}) | ({"exact": True} if self.exact else {})
 
     def set_threads(self) -> int:
         """Set torch's number of CPU threads if --threads is given, and return the number in use."""

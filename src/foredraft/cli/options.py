@@ -194,6 +194,12 @@ class ModelOptions:
             "Run the PyTorch modules of the model instead of the native CPU code.", "--no-fused", panel="Model"
         ),
     ] = False
+    exact: Annotated[
+        bool,
+        _make_option(
+            "Require the same bits with drafts and without; a GPU then runs slower kernels.", "--exact", panel="Model"
+        ),
+    ] = False
 
     @property
     def method_options(self) -> dict[str, Any]:
