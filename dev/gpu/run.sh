@@ -25,13 +25,13 @@ fi
 mkdir -p "$out"
 export PYTHONPATH="$PWD/src:$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 failed=0
-for part in check_kernels tests measure_attention measure_model; do
+for part in check_kernels tests measure_attention measure_products measure_model; do
   echo "== $part"
   if [ $part != tests ]; then
     "$python" "dev/gpu/$part.py" $dry --out "$out/$part.json" || failed=1
   elif [ -z "$dry" ]; then # without a GPU `make test` runs them
     "$python" -m pytest -q -p no:xdist tests/kernels/gpu tests/models/test_gpu_attention.py \
-      tests/invariants/test_devices.py | tee "$out/tests.txt" || failed=1
+      tests/models/test_exact.py tests/invariants/test_devices.py | tee "$out/tests.txt" || failed=1
   fi
 done
 if [ -n "$zoo" ] && [ -z "$dry" ]; then
