@@ -45,7 +45,7 @@ def test_equal_to_float64(dtype: torch.dtype, shape: tuple[int, int]) -> None:
         assert ((run(x, weight, added, splits).double() - wide).abs() <= bound).all()
 
 
-@pytest.mark.parametrize(("dtype", "splits"), zip(DTYPES, (4, 1, 2), strict=True), ids=TYPE_NAMES)
+@pytest.mark.parametrize(("dtype", "splits"), list(zip(DTYPES, (4, 1, 2), strict=True)), ids=TYPE_NAMES)
 def test_a_row_has_the_same_bits_in_every_pass(dtype: torch.dtype, splits: int) -> None:
     x, weight, bias = make_case(40, 144, dtype)
     together = run(x, weight, bias, splits)
