@@ -214,7 +214,8 @@ def list_product_checks(is_dry: bool) -> list[tuple[str, Callable[[], Check]]]:
                 (f"row bits of products in passes of other sizes, {title}",
                  partial(check_product_rows, shape, dtype, counts)),
                 (f"product against float64, {title}", partial(check_product, shape, dtype)),
-                (f"row bits of tiles of 64 rows, {title}", partial(check_product_rows, shape, dtype, counts[-4:], 64)),
+                *((f"row bits of tiles of {lines} rows, {title}",
+                   partial(check_product_rows, shape, dtype, counts[-4:], lines)) for lines in (32, 64)),
             ]  # fmt: skip
     return checks
 

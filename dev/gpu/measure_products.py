@@ -5,8 +5,8 @@ Usage: dev/gpu/run.sh [--dry] [FOLDER], which runs all parts.
 The shapes are those of Llama-3-8B. There are several weights of each, whose bytes together exceed the L2 cache, as in
 the layers of a model. All products of a shape run in one CUDA graph. `share` is the share of the time that reading the
 weight once would take. `planned` is the number of splits that exact models use; the others show whether another
-constant would be faster. `lines_64` is the tile of many rows, which nothing uses: its rows may have other bits, and
-`same_bits` shows it.
+constant would be faster. `lines_32` and `lines_64` are tiles of more rows, which nothing uses: their rows may have
+other bits, and `same_bits` shows it.
 """
 
 import argparse
@@ -33,7 +33,7 @@ SHAPES = {
 ROWS = (1, 4, 16, 64)
 PROMPT = 2048
 SPLITS = (1, 2, 4, 8, 16)
-MANY_LINES = 64
+MANY_LINES = (32, 64)
 
 
 @dataclass(frozen=True)
@@ -83,9 +83,10 @@ def measure(shape: tuple[int, int], rows: int, bandwidth: float, is_dry: bool) -
         if rows <= max(ROWS):
             tiles = -(-shape[1] // plan.inputs)
             figures |= {f"splits_{n}_us": round(time_plan(splits=n) * 1e6, 1) for n in SPLITS if n <= tiles}
-        if rows > LINES:
-            figures["lines_64_us"] = round(time_plan(lines=MANY_LINES) * 1e6, 1)
-            figures["same_bits"] = torch.equal(products.run(replace(plan, lines=MANY_LINES)), products.run(plan))
+        for lines in MANY_LINES if rows > LINES else ():
+            figures[f"lines_{lines}_us"] = round(time_plan(lines=lines) * 1e6, 1)
+            has_same_bits = torch.equal(products.run(replace(plan, lines=lines)), products.run(plan))
+            figures[f"lines_{lines}_same_bits"] = has_same_bits
     return error <= 2 * torch.finfo(torch.bfloat16).eps, figures
 
 
