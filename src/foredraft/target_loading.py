@@ -53,17 +53,11 @@ def load_target(
     """
     if lora is not None or sharer is not None:
         _check_shared_load(model, tensor_parallel_size)
-    if not isinstance(exact, bool):
-        raise ForedraftError(f"exact is True or False, got {exact!r:.80}")
-    if isinstance(model, HFModel):  # loaded by the caller
-        if exact and not model.is_exact:
-            raise ForedraftError(f"{model.name} was loaded without exact=True; load it with it, or leave exact out")
-        return LoadedTarget(
-            model.with_context(max_model_len), None if tokenizer == AUTO_TOKENIZER else tokenizer, None, False
-        )
+    if isinstance(model, HFModel):
+        return _reuse_target(model, max_model_len, tokenizer, exact)
     check_quantization(quantization)
     check_options(tensor_parallel_size, quantization, fused, exact)
-    _check_types(max_model_len, tokenizer)
+    _check_types(max_model_len, tokenizer, exact)
     builtin = zoo.resolve_target(model)
     name = model if builtin is None else str(zoo.find_target_folder(builtin))
     parallel = None
@@ -99,8 +93,18 @@ def load_target(
     return LoadedTarget(target, tokenizer, builtin, fused is not False)
 
 
-def _check_types(max_model_len: Any, tokenizer: Any) -> None:
+def _reuse_target(model: HFModel, max_model_len: int | None, tokenizer: Any, exact: bool) -> LoadedTarget:
+    """Return a target that the caller loaded. Raises ForedraftError if it is not `exact`."""
+    if exact and not model.is_exact:
+        raise ForedraftError(f"{model.name} was loaded without exact=True; load it with it, or leave exact out")
+    own_tokenizer = None if tokenizer == AUTO_TOKENIZER else tokenizer
+    return LoadedTarget(model.with_context(max_model_len), own_tokenizer, None, False)
+
+
+def _check_types(max_model_len: Any, tokenizer: Any, exact: Any) -> None:
     """Raise ForedraftError for arguments of a wrong type."""
+    if not isinstance(exact, bool):
+        raise ForedraftError(f"exact is True or False, got {exact!r:.80}")
     if max_model_len is not None and (not isinstance(max_model_len, int) or isinstance(max_model_len, bool)):
         raise ForedraftError(f"max_model_len must be an integer or None, got {max_model_len!r:.80}")
     if not isinstance(tokenizer, (str, Path)) and not callable(tokenizer) and tokenizer is not None:

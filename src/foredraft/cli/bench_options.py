@@ -52,16 +52,10 @@ class BenchOptions:
     ] = "auto"
     threads: Annotated[int | None, _make_option(_THREADS_HELP, panel="Model", low=1)] = None
     no_fused: Annotated[
-        bool,
-        _make_option(
-            "Run the PyTorch modules of the model instead of the native CPU code.", "--no-fused", panel="Model"
-        ),
+        bool, _make_option("Run the model's PyTorch modules, not the native CPU code.", "--no-fused", panel="Model")
     ] = False
     exact: Annotated[
-        bool,
-        _make_option(
-            "Require the same bits with drafts and without; a GPU then runs slower kernels.", "--exact", panel="Model"
-        ),
+        bool, _make_option("Require the same bits with drafts and without; slower on a GPU.", "--exact", panel="Model")
     ] = False
     prompts: Annotated[int | None, _make_option(_PROMPTS_HELP, panel="Prompts", low=0)] = None
     questions: Annotated[

@@ -118,11 +118,7 @@ class HFModel:
         """
         if max_tokens is None:
             return self
-        if not 1 < max_tokens <= self.model_context_length:
-            raise ForedraftError(
-                f"max_model_len must lie in 2..{self.model_context_length}, the context of {self.name}; got "
-                f"{max_tokens}"
-            )
+        _check_context(max_tokens, self.model_context_length, self.name)
         return replace(self, max_context=max_tokens)
 
     def with_new_kv(self) -> "HFModel":
@@ -206,12 +202,7 @@ class HFModel:
         has_gradient = torch.is_grad_enabled() and hidden.requires_grad
         bias = None if module.bias is None else module.bias.detach().to(hidden.dtype)
         logits = F.linear(hidden, self.head_weight, bias) if has_gradient else self._apply_head(hidden)
-        config = self.model.config.get_text_config()
-        logits = logits / (getattr(config, "logits_scaling", None) or 1.0)
-        scale = getattr(config, "logit_scale", None)
-        logits = logits if scale is None else logits * scale
-        cap = getattr(config, "final_logit_softcapping", None)
-        return logits if cap is None else torch.tanh(logits / cap) * cap
+        return _scale_logits(logits, self.model.config.get_text_config())
 
     def _apply_head(self, hidden: Tensor) -> Tensor:
         """Multiply hidden states by the matrix of the head and add its bias."""
@@ -265,6 +256,15 @@ class HFModel:
         return run
 
 
+def _scale_logits(logits: Tensor, config: Any) -> Tensor:
+    """Scale and cap logits as the model of a configuration does."""
+    logits = logits / (getattr(config, "logits_scaling", None) or 1.0)
+    scale = getattr(config, "logit_scale", None)
+    logits = logits if scale is None else logits * scale
+    cap = getattr(config, "final_logit_softcapping", None)
+    return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
 def get_packed_weights(target: HFModel) -> list[PackedWeight]:
     """Return the packed matrices of a model."""
     return list_packed_weights(target.model) if target.fused is None else target.fused.weights
@@ -299,6 +299,12 @@ def _run_modules(model: Any, forward_batch: ForwardBatch, pool: KVPool) -> Tenso
         pool=pool,
     ).logits[0]
     return logits
+
+
+def _check_context(max_tokens: int, limit: int, name: str) -> None:
+    """Raise ForedraftError if a context in tokens is longer than a model's own."""
+    if not 1 < max_tokens <= limit:
+        raise ForedraftError(f"max_model_len must lie in 2..{limit}, the context of {name}; got {max_tokens}")
 
 
 def _find_context_limit(config: Any) -> int:
