@@ -27,7 +27,7 @@ def test_without_a_gpu_the_script_says_what_to_do() -> None:
 def test_a_dry_run_finds_every_result_right(tmp_path: Path) -> None:
     done = subprocess.run([SCRIPT, "--dry", tmp_path], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
-    for part in ("check_kernels", "measure_attention", "measure_model"):
+    for part in ("check_kernels", "measure_attention", "measure_products", "measure_model"):
         results = json.loads((tmp_path / f"{part}.json").read_text())["results"]
         assert results
         assert all(result["is_right"] is not False for result in results)

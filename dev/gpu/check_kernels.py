@@ -26,7 +26,7 @@ from tests.support.gpu_cases import (
     scatter_pages,
 )
 
-Check = tuple[bool, dict[str, Any]]
+Check = tuple[bool | None, dict[str, Any]]  # None: a figure that is neither right nor wrong
 PAGE_SIZE = 16
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 MODELS = {
@@ -154,6 +154,72 @@ def check_norm(dtype: torch.dtype) -> Check:
     return error <= bound and is_same, {"relative_error": f"{error:.2e}", "bound": f"{bound:.2e}", "same_bits": is_same}
 
 
+def make_product(shape: tuple[int, int], dtype: torch.dtype, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Make rows, a weight and a bias."""
+    x, weight = make_normal(rows, shape[1], dtype=dtype), make_normal(*shape, dtype=dtype, seed=1)
+    return x, weight, make_normal(shape[0], dtype=dtype, seed=2)
+
+
+def check_product(shape: tuple[int, int], dtype: torch.dtype) -> Check:
+    from foredraft.kernels.gpu.product import multiply
+
+    x, weight, bias = make_product(shape, dtype, 33)
+    expected = x.double() @ weight.double().T + bias.double()
+    error = ((multiply(x, weight, bias).double() - expected).abs() / (expected.abs() + shape[1] ** 0.5)).max().item()
+    bound = torch.finfo(dtype).eps + shape[1] ** 0.5 * torch.finfo(torch.float32).eps
+    return error <= bound, {"relative_error": f"{error:.2e}", "bound": f"{bound:.2e}"}
+
+
+def check_product_rows(shape: tuple[int, int], dtype: torch.dtype, counts: Sequence[int], lines: int = 16) -> Check:
+    """Compare the rows of passes of M rows with the same rows at other places of the pass of most rows.
+
+    With `lines` other than 16, the pass of most rows has tiles of this many rows, and the result is a figure alone: it
+    says whether they may take the place of small tiles.
+    """
+    from foredraft.kernels.gpu.product import ProductPlan, multiply
+
+    x, weight, bias = make_product(shape, dtype, max(counts))
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    plan = replace(ProductPlan.make(*shape, dtype.itemsize), lines=lines)
+    together = torch.empty_like(multiply(x, weight, bias))
+    together[order] = multiply(x[order], weight, bias, plan)
+    different = [n for n in counts if not torch.equal(multiply(x[:n], weight, bias), together[:n])]
+    is_right = not different if lines == 16 else None
+    return is_right, {"passes": len(counts), "different": different[:8], "splits": plan.splits}
+
+
+def check_layer_norm(dtype: torch.dtype) -> Check:
+    from foredraft.kernels.gpu.layer_norm import normalize_layer
+
+    x, weight, bias = (
+        make_normal(*shape, dtype=dtype, seed=seed) for seed, shape in enumerate(((65, 4096), (4096,), (4096,)))
+    )
+    out = normalize_layer(x, weight, bias, 1e-5)
+    expected = torch.nn.functional.layer_norm(x.double(), (4096,), weight.double(), bias.double(), 1e-5)
+    error = ((out.double() - expected).abs() / expected.abs().clamp_min(0.1)).max().item()
+    alone = torch.cat([normalize_layer(x[row : row + 1], weight, bias, 1e-5) for row in range(0, 65, 16)])
+    bound, is_same = 2 * torch.finfo(dtype).eps + 1e-5, torch.equal(alone, out[::16])
+    return error <= bound and is_same, {"relative_error": f"{error:.2e}", "bound": f"{bound:.2e}", "same_bits": is_same}
+
+
+def list_product_checks(is_dry: bool) -> list[tuple[str, Callable[[], Check]]]:
+    """List the checks of exact products at the shapes of Llama-3-8B."""
+    shapes = [(97, 600)] if is_dry else [(4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336), (128256, 4096)]
+    counts = (1, 3, 5, 20) if is_dry else (*range(1, 65), 65, 200, 1024)
+    checks: list[tuple[str, Callable[[], Check]]] = []
+    for kind, dtype in DTYPES.items():
+        for shape in shapes:
+            title = f"{shape[0]} x {shape[1]} {kind}"
+            checks += [
+                (f"row bits of products in passes of other sizes, {title}",
+                 partial(check_product_rows, shape, dtype, counts)),
+                (f"product against float64, {title}", partial(check_product, shape, dtype)),
+                *((f"row bits of tiles of {lines} rows, {title}",
+                   partial(check_product_rows, shape, dtype, counts[-4:], lines)) for lines in (32, 64)),
+            ]  # fmt: skip
+    return checks
+
+
 def list_checks(is_dry: bool) -> list[tuple[str, Callable[[], Check]]]:
     """List the checks, the most valuable first: bits of rows, then results, then the small kernels."""
     models = {name: replace(heads, kv_heads=1) for name, heads in MODELS.items()} if is_dry else MODELS
@@ -162,7 +228,7 @@ def list_checks(is_dry: bool) -> list[tuple[str, Callable[[], Check]]]:
              (0, 90, False), (4000, 1, False)]  # fmt: skip
     start, counts = (140, (1, 3, 5)) if is_dry else (1500, range(1, 65))
     step = 3 if is_dry else 5
-    checks: list[tuple[str, Callable[[], Check]]] = []
+    checks = list_product_checks(is_dry)
     dtypes = {"bf16": DTYPES["bf16"]} if is_dry else DTYPES
     for kind, dtype in dtypes.items():
         for name, heads in models.items():
@@ -178,7 +244,7 @@ def list_checks(is_dry: bool) -> list[tuple[str, Callable[[], Check]]]:
             ]
     for kind, dtype in DTYPES.items():
         for name, check in (("store", check_store), ("rotation", check_rotation), ("move", check_move),
-                            ("norm", check_norm)):  # fmt: skip
+                            ("norm", check_norm), ("layer norm", check_layer_norm)):  # fmt: skip
             checks.append((f"{name} {kind}", partial(check, dtype)))
     return checks
 

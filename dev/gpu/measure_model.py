@@ -1,16 +1,19 @@
-"""Parts (d) and (e): passes and steps of a whole model with random weights, beside transformers' own generation.
+"""Parts (e) and (f): passes and steps of a whole model with random weights, beside transformers' own generation.
 
 Usage: dev/gpu/run.sh [--dry] [FOLDER], which runs all parts.
 
 `pass` is the target's forward pass over a context, by its number of rows: a verification of n rows should take little
-more than a pass of one. `generate` is the engine, plain and with drafts of which 80 % are accepted; the difference
-between its seconds per step and those of the pass is the work of the host. The text is meaningless, the times are not.
+more than a pass of one. `exact` is the same pass of an exact model, and `over_ordinary` says what exactness costs; its
+tokens must be the same with drafts, in bfloat16 too. `generate` is the engine, plain and with drafts of which 80 % are
+accepted; the difference between its seconds per step and those of the pass is the work of the host. The text is
+meaningless, the times are not.
 """
 
 import argparse
+import copy
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,13 +23,16 @@ from report import Report
 from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig, Qwen3Config, Qwen3ForCausalLM
 
 from foredraft import LLM, Sampling
+from foredraft.kernels.gpu.loading import load_exact_kernels, load_kernels
+from foredraft.kv.pool import KVPool
+from foredraft.models.exact_modules import replace_modules
 from foredraft.models.forward_batch import ForwardBatch, Span
 from foredraft.models.hf import HFModel
 from tests.support.gpu_cases import DEVICE
 
 PAGE_SIZE = 16
 CHUNK = 1024  # prompt tokens per pass
-REPEATS, WARMUP = 10, 3
+REPEATS, WARMUP = (10, 3) if DEVICE == "cuda" else (1, 1)
 CHAIN, RATE = 8, 0.8  # tokens of a draft; share of them that is accepted
 NUM_CHILDREN = 3  # of each node in the tree of the passes
 
@@ -113,10 +119,22 @@ def run_pass(lm: HFModel, context: int, rows: int, pages: list[int], is_tree: bo
     lm.forward(make_batch(context, rows, pages, is_tree))
 
 
-def measure_passes(case: Case, lm: HFModel, report: Report) -> None:
-    """Measure passes by context and rows, as multiples of the pass of one row."""
-    num_bytes = sum(p.numel() * p.element_size() for p in lm.model.parameters())
-    report.add(f"{case.name}: weights", None, gb=round(num_bytes / 1e9, 2))
+def make_exact(model: Any, name: str) -> HFModel:
+    """Wrap a model as an exact one. Without a GPU its modules run in triton's interpreter on the CPU."""
+    if DEVICE == "cuda":
+        return HFModel.wrap_model(model, name, is_exact=True)
+    model = copy.deepcopy(model)
+    replace_modules(model, load_exact_kernels())
+    return replace(HFModel.wrap_model(model, name), pool=KVPool(kernels=load_kernels()), has_exact_modules=True)
+
+
+PassTimes = dict[tuple[int, int, bool], float]  # seconds by context, rows and whether they are a tree
+
+
+def measure_passes(case: Case, lm: HFModel, report: Report, ordinary: PassTimes | None = None) -> PassTimes:
+    """Measure passes by context and rows, as multiples of the pass of one row, and of those of an ordinary model."""
+    title = case.name if ordinary is None else f"{case.name} exact"
+    times: PassTimes = {}
     for context in case.contexts:
         pages = list(range(1, -(-(context + 64) // PAGE_SIZE) + 1))
         lm.pool.clear()
@@ -129,8 +147,12 @@ def measure_passes(case: Case, lm: HFModel, report: Report) -> None:
             seconds = measure_seconds(partial(run_pass, lm, context, rows, pages, is_tree), REPEATS)
             one = one or seconds
             shape = "tree" if is_tree else "chain"
-            name = f"{case.name}: pass of {rows} rows, a {shape}, over {context} tokens"
-            report.add(name, None, ms=round(seconds * 1e3, 3), ratio=round(seconds / one, 3))
+            name = f"{title}: pass of {rows} rows, a {shape}, over {context} tokens"
+            key = context, rows, is_tree
+            times[key] = seconds
+            cost = {} if ordinary is None else {"over_ordinary": round(seconds / ordinary[key], 3)}
+            report.add(name, None, ms=round(seconds * 1e3, 3), ratio=round(seconds / one, 3), **cost)
+    return times
 
 
 def generate(llm: LLM, prompt: list[int], num_tokens: int) -> tuple[list[int], float]:
@@ -167,6 +189,18 @@ def measure_engine(case: Case, model: Any, report: Report) -> None:
     measure_transformers(case, model, prompt, report)
 
 
+def measure_exact(case: Case, lm: HFModel, report: Report) -> None:
+    """Measure the engine with an exact model, and compare the tokens with those of plain decoding."""
+    prompt = torch.randint(5, 90, (case.prompt,), generator=torch.Generator().manual_seed(1)).tolist()
+    plain = LLM(lm, None, exact=True)
+    tokens, seconds = generate(plain, prompt, case.num_tokens)
+    report.add(f"{case.name} exact: plain decoding", None, ms_per_token=round(seconds * 1e3, 3))
+    looking = plain.with_drafter("ngram", num_speculative_tokens=CHAIN)
+    others, with_drafts = generate(looking, prompt, case.num_tokens)
+    name = f"{case.name} exact: n-gram drafts of {CHAIN}"
+    report.add(name, others == tokens, ms_per_token=round(with_drafts * 1e3, 3))
+
+
 def measure_transformers(case: Case, model: Any, prompt: list[int], report: Report) -> None:
     """Measure transformers' own generate, plain and with prompt lookup."""
     model.set_attn_implementation("sdpa")
@@ -190,7 +224,14 @@ def main() -> None:
     with torch.inference_mode():
         for case in DRY_CASES if options.dry else CASES:
             model = case.make_model()
-            measure_passes(case, HFModel.wrap_model(model, case.name), report)
+            num_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+            report.add(f"{case.name}: weights", None, gb=round(num_bytes / 1e9, 2))
+            times = measure_passes(case, HFModel.wrap_model(model, case.name), report)
+            if not options.dry or case is DRY_CASES[-1]:  # the interpreter is slow
+                exact = make_exact(model, case.name)
+                measure_passes(case, exact, report, times)
+                measure_exact(case, exact, report)
+                del exact
             measure_engine(case, model, report)
             del model
             if DEVICE == "cuda":

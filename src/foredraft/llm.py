@@ -64,6 +64,9 @@ class LLM(CompletionGenerator):
         lora: folder of a LoRA adapter of PEFT, which is merged into the weights after loading. Default None.
         shares_weights_of: loaded LLM, whose weights are used where this one has equal ones. An adapter then costs the
             memory of the layers that it changes. Default None = no weights are shared.
+        exact: require that a row's logits have the same bits in every pass, so that greedy and seeded outputs are those
+            of plain decoding without near ties. On CPU native code does; on CUDA slower kernels, for dense models.
+            Default False.
 
     Raises:
         ForedraftError: one line that says what to do.
@@ -93,6 +96,7 @@ class LLM(CompletionGenerator):
         tensor_parallel_size: int = 1,
         lora: str | Path | None = None,
         shares_weights_of: "LLM | None" = None,
+        exact: bool = False,
     ) -> None:
         check_process()
         self._named_rule = parse_rule(drafter, verify)
@@ -100,7 +104,7 @@ class LLM(CompletionGenerator):
         loaded = load_target(
             model, dtype=dtype, quantization=quantization, device=device, tokenizer=tokenizer,
             max_model_len=max_model_len, fused=fused, revision=revision, tensor_parallel_size=tensor_parallel_size,
-            lora=lora, sharer=None if shares_weights_of is None else shares_weights_of.target,
+            lora=lora, sharer=None if shares_weights_of is None else shares_weights_of.target, exact=exact,
         )  # fmt: skip
         self.target, self.tokenizer = loaded.model, loaded.tokenizer
         self.builtin, self.fused = loaded.builtin, loaded.fused

@@ -44,6 +44,7 @@ def load_target(
     tensor_parallel_size: int,
     lora: str | Path | None = None,
     sharer: HFModel | None = None,
+    exact: bool = False,
 ) -> LoadedTarget:
     """Load a target; arguments as of `LLM`, whose `shares_weights_of` is `sharer`.
 
@@ -52,13 +53,11 @@ def load_target(
     """
     if lora is not None or sharer is not None:
         _check_shared_load(model, tensor_parallel_size)
-    if isinstance(model, HFModel):  # loaded by the caller
-        return LoadedTarget(
-            model.with_context(max_model_len), None if tokenizer == AUTO_TOKENIZER else tokenizer, None, False
-        )
+    if isinstance(model, HFModel):
+        return _reuse_target(model, max_model_len, tokenizer, exact)
     check_quantization(quantization)
-    check_options(tensor_parallel_size, quantization, fused)
-    _check_types(max_model_len, tokenizer)
+    check_options(tensor_parallel_size, quantization, fused, exact)
+    _check_types(max_model_len, tokenizer, exact)
     builtin = zoo.resolve_target(model)
     name = model if builtin is None else str(zoo.find_target_folder(builtin))
     parallel = None
@@ -88,13 +87,24 @@ def load_target(
     reason = explain_unsupported_model(loaded) if fused and load_library() is not None else None
     if reason is not None:
         raise ForedraftError(f"{name} cannot run as native code ({reason}); leave fused out")
-    is_fused = is_ours or quantization is not None if fused is None else fused
-    target = wrap_model(loaded, name, is_fused, is_ours, quantization, sharer).with_context(max_model_len)
+    is_fused = is_ours or quantization is not None or exact if fused is None else fused
+    target = wrap_model(loaded, name, is_fused, is_ours, quantization, sharer, exact)
+    target = target.with_context(max_model_len)
     return LoadedTarget(target, tokenizer, builtin, fused is not False)
 
 
-def _check_types(max_model_len: Any, tokenizer: Any) -> None:
+def _reuse_target(model: HFModel, max_model_len: int | None, tokenizer: Any, exact: bool) -> LoadedTarget:
+    """Return a target that the caller loaded. Raises ForedraftError if it is not `exact`."""
+    if exact and not model.is_exact:
+        raise ForedraftError(f"{model.name} was loaded without exact=True; load it with it, or leave exact out")
+    own_tokenizer = None if tokenizer == AUTO_TOKENIZER else tokenizer
+    return LoadedTarget(model.with_context(max_model_len), own_tokenizer, None, False)
+
+
+def _check_types(max_model_len: Any, tokenizer: Any, exact: Any) -> None:
     """Raise ForedraftError for arguments of a wrong type."""
+    if not isinstance(exact, bool):
+        raise ForedraftError(f"exact is True or False, got {exact!r:.80}")
     if max_model_len is not None and (not isinstance(max_model_len, int) or isinstance(max_model_len, bool)):
         raise ForedraftError(f"max_model_len must be an integer or None, got {max_model_len!r:.80}")
     if not isinstance(tokenizer, (str, Path)) and not callable(tokenizer) and tokenizer is not None:

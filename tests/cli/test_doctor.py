@@ -104,6 +104,7 @@ def test_the_page_has_its_sections_in_order():
     titles = [line for line in text.splitlines() if line and not line.startswith(" ")]
     assert [t for t in titles if t[0].isalpha()] == ["Machine", "Model", "Drafters", "Costs", "Verdict", "Warnings"]
     assert "1 thread on 2 cores" in text
+    assert "native code, exact" in text
     assert "head cannot be used: it is of another width" in text
     assert "mismatch: d0: the first token of 0 in 50 drafts was accepted. Remedy: give another" in text
 

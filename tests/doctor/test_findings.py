@@ -14,7 +14,7 @@ from foredraft.doctor.prediction import StreamPrediction
 
 FACTS = DrafterFacts("head", "medusa", "org/head", 1000, "BF16", 2000, 0, "same", True, 4, True)
 MACHINE = MachineFacts("a processor", {}, "avx512", 10.0, 8 << 30)
-TARGET = TargetFacts("model", "Llama", 10**9, "bfloat16", None, 4096, 32000, True, None, 2e9, 1000, 10**6, 2048)
+TARGET = TargetFacts("model", "Llama", 10**9, "bfloat16", None, 4096, 32000, True, True, None, 2e9, 1000, 10**6, 2048)
 
 
 def make_result(*speed_ups: float, free: float = 1.5, drafts: int = 200, first: int = 100) -> DrafterResult:

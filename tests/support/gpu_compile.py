@@ -17,7 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from foredraft.kernels.gpu import attention, move, norm, store
+from foredraft.kernels.gpu import attention, layer_norm, move, norm, product, store
 
 WARP = 32
 SIZES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -25,6 +25,8 @@ INTEGERS = {"slots": "*i64", "sources": "*i64", "targets": "*i64", "addresses": 
 ROWS = dict.fromkeys(("pages", "page_at", "tails", "tail_at", "starts", "tail", "first_row"), "*i32")
 FLOATS = {"parts": "*fp32", "sums": "*fp32", "cos": "*fp32", "sin": "*fp32", "scale": "fp32", "softcap": "fp32",
           "eps": "fp32"}  # fmt: skip
+
+ALIGNED = {"weight_row"}  # numbers that are multiples of 16 for real models
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,7 @@ class CompiledKernel:
     mma_sync: int  # products of M = 16
     other_products: int  # of larger M, in another order
     fused: int  # additions fused with a product of float32
+    async_copies: int  # copies to shared memory that overlap with products
 
 
 def compile_kernel(
@@ -51,7 +54,11 @@ def compile_kernel(
         arg: "constexpr" if arg in constants else types.get(arg) or ("i32" if is_number(arg) else f"*{dtype}")
         for arg in names
     }
-    aligned = {(i,): [["tt.divisibility", 16]] for i, arg in enumerate(names) if signature[arg].startswith("*")}
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, arg in enumerate(names)
+        if signature[arg].startswith("*") or (arg in ALIGNED and arg not in constants)
+    }
     values = {(names.index(arg),): value for arg, value in constants.items()}
     source = ASTSource(fn=kernel, signature=signature, constexprs=values, attrs=aligned)
     options = {"num_warps": 4, "enable_fp_fusion": False} | options
@@ -61,6 +68,7 @@ def compile_kernel(
     return CompiledKernel(
         name, capability, made.metadata.shared, registers, spilled, ptx.count("mma.sync"),
         len(re.findall(r"wgmma\.mma|tcgen05\.mma", ptx)), ptx.count("fma.rn.f32"),
+        len(re.findall(r"cp\.async\.c[ag]", ptx)),
     )  # fmt: skip
 
 
@@ -113,15 +121,43 @@ def compile_others(capability: int, dtype: str = "bf16") -> Iterator[CompiledKer
     )  # fmt: skip
     yield compile_kernel("move", move.move_slots, dtype, {"MOVES": 16, "COLUMNS": 256}, capability)
     yield compile_kernel(
-        "norm", norm.normalize_row, dtype, {"WIDTH": 4096, "PAD": 4096, "HAS_RESIDUAL": True, "IS_OFFSET": False},
+        "norm", norm.normalize_row, dtype,
+        {"WIDTH": 4096, "PAD": 4096, "HAS_RESIDUAL": True, "IS_OFFSET": False, "IS_LATE": False},
         capability, num_warps=8,
     )  # fmt: skip
+    yield compile_kernel(
+        "layer norm", layer_norm.normalize_layer_row, dtype,
+        {"WIDTH": 4096, "PAD": 4096, "HAS_WEIGHT": True, "HAS_BIAS": True}, capability, num_warps=8,
+    )  # fmt: skip
+
+
+def compile_product(
+    capability: int, dtype: str, outputs: int, inputs: int, has_bias: bool = False
+) -> Iterator[CompiledKernel]:
+    """Compile the product with a weight, and the join of its splits if it has several, as `multiply` launches them."""
+    plan = product.ProductPlan.make(outputs, inputs, SIZES[dtype])
+    shape = {"N": outputs, "SPLITS": plan.splits, "HAS_BIAS": has_bias}
+    constants = shape | {
+        "K": inputs, "M": plan.lines, "OUTPUTS": plan.outputs, "INPUTS": plan.inputs, "DOT_FP32": False,
+        "weight_column": 1,
+    }  # fmt: skip
+    name = f"{dtype} {outputs} x {inputs}, splits {plan.splits}" + " bias" * has_bias
+    yield compile_kernel(
+        f"product {name}", product.multiply_part, dtype, constants, capability,
+        num_warps=plan.num_warps, num_stages=plan.num_stages,
+    )  # fmt: skip
+    if plan.splits > 1:
+        constants = shape | {"NUMBERS": product.JOINED_NUMBERS}
+        yield compile_kernel(f"join of splits {name}", product.join_splits, dtype, constants, capability)
 
 
 def compile_all(capability: int) -> Iterator[CompiledKernel]:
     """Compile every kernel for every type, width and group."""
     yield from compile_others(capability)
     yield from compile_others(capability, "fp32")
+    for dtype in ("bf16", "fp16", "fp32"):
+        for outputs, inputs in ((4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336), (128256, 4096), (97, 40)):
+            yield from compile_product(capability, dtype, outputs, inputs, has_bias=outputs == inputs)
     for dtype, width, group in (
         ("bf16", 64, 1), ("bf16", 64, 8), ("bf16", 128, 4), ("bf16", 128, 20), ("bf16", 80, 4), ("bf16", 256, 2),
         ("fp16", 128, 8), ("fp32", 64, 4), ("fp32", 128, 4), ("fp32", 256, 8),
@@ -136,7 +172,12 @@ def main(selection: str, capabilities: str) -> None:
         if selection == "all":
             found = compile_all(capability)
         else:
-            found = iter([compile_attention(capability, "bf16", 128, 4, False)])
+            found = iter(
+                [
+                    compile_attention(capability, "bf16", 128, 4, False),
+                    *compile_product(capability, "bf16", 4096, 14336),
+                ]
+            )
         for kernel in found:
             print(json.dumps(asdict(kernel)), flush=True)
     if selection == "main":

@@ -128,7 +128,7 @@ def iterate_checks(subject: Subject, plan: CertifyPlan, report: Callable[[str], 
 
 def _describe(subject: Subject, plan: CertifyPlan) -> dict[str, str]:
     target = subject.plain.target
-    kind = "native" if subject.plain.target.fused is not None else "PyTorch modules"
+    kind = "native" if target.fused is not None else "exact" * target.has_exact_modules or "PyTorch modules"
     return {
         "model": subject.plain.builtin or target.name,
         "drafter": " ".join([subject.drafting.drafter_name, *plan.drafter_files]),

@@ -74,9 +74,11 @@ class Subject:
     def rounding_limit(self) -> float:
         """Largest difference of a log-probability that counts as rounding, in nats.
 
-        It is 0 for the native decoder, whose rows do not depend on the other rows of a pass.
+        It is 0 for the native decoder and exact modules, whose rows do not depend on the other rows of a pass.
         """
-        return 0.0 if self.plain.target.fused is not None else ROUNDING_LIMITS[self.plain.target.model.dtype]
+        target = self.plain.target
+        is_exact = target.fused is not None or target.has_exact_modules
+        return 0.0 if is_exact else ROUNDING_LIMITS[target.model.dtype]
 
     def draft(
         self,

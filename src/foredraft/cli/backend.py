@@ -286,6 +286,7 @@ def load_llm(
         tensor_parallel_size=options.tensor_parallel_size,
         lora=lora,
         shares_weights_of=base,
+        exact=options.exact,
     )
 
 

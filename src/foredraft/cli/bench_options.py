@@ -52,10 +52,10 @@ class BenchOptions:
     ] = "auto"
     threads: Annotated[int | None, _make_option(_THREADS_HELP, panel="Model", low=1)] = None
     no_fused: Annotated[
-        bool,
-        _make_option(
-            "Run the PyTorch modules of the model instead of the native CPU code.", "--no-fused", panel="Model"
-        ),
+        bool, _make_option("Run the model's PyTorch modules, not the native CPU code.", "--no-fused", panel="Model")
+    ] = False
+    exact: Annotated[
+        bool, _make_option("Require the same bits with drafts and without; slower on a GPU.", "--exact", panel="Model")
     ] = False
     prompts: Annotated[int | None, _make_option(_PROMPTS_HELP, panel="Prompts", low=0)] = None
     questions: Annotated[
@@ -94,7 +94,7 @@ class BenchOptions:
     @property
     def llm_options(self) -> dict[str, Any]:
         """Arguments of `LLM` besides model, dtype and device; an option that is not set is left out."""
-        return {"fused": False} if self.no_fused else {}
+        return ({"fused": False} if self.no_fused else {}) | ({"exact": True} if self.exact else {})
 
     def set_threads(self) -> int:
         """Set torch's number of CPU threads if --threads is given, and return the number in use."""

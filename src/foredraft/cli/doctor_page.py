@@ -71,6 +71,7 @@ def _describe_target(diagnosis: "Diagnosis") -> Section:
     target = diagnosis.target
     weights = target.dtype + (f" with {target.quantization} weights" if target.quantization else "")
     code = "native code" if target.is_native else f"torch modules ({target.reason})"
+    code += ", exact" if target.is_exact else ""
     lines = (
         f"{target.name}: {target.architecture}, {_format_count(target.parameters)} parameters, {weights}, {code}",
         f"context {target.context_length} tokens, vocabulary {target.vocab_size}",

@@ -61,6 +61,7 @@ FOREIGN_OPTIONS: dict[str, str | tuple[str, ...]] = {
     "--spec-device": f"{NO_OPTION_PREFIX}the drafter runs on the device of the target",
     "--enable-prefix-caching": f"{NO_OPTION_PREFIX}prefixes are cached unless foredraft serve has --no-prefix-cache",
     "--disable-radix-cache": "--no-prefix-cache",
+    "--enable-deterministic-inference": "--exact",
     "--block-size": f"{NO_OPTION_PREFIX}a page has 16 tokens",
     "--page-size": f"{NO_OPTION_PREFIX}a page has 16 tokens",
     "--hf-token": "HF_TOKEN=... in the environment",

@@ -189,10 +189,10 @@ class ModelOptions:
         ),
     ] = None
     no_fused: Annotated[
-        bool,
-        _make_option(
-            "Run the PyTorch modules of the model instead of the native CPU code.", "--no-fused", panel="Model"
-        ),
+        bool, _make_option("Run the model's PyTorch modules, not the native CPU code.", "--no-fused", panel="Model")
+    ] = False
+    exact: Annotated[
+        bool, _make_option("Require the same bits with drafts and without; slower on a GPU.", "--exact", panel="Model")
     ] = False
 
     @property

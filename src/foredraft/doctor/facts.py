@@ -48,6 +48,7 @@ class TargetFacts:
     context_length: int
     vocab_size: int
     is_native: bool
+    is_exact: bool  # whether drafts change no bit of its logits
     reason: str | None  # why it does not run as native code; None if it does
     weight_bytes: float  # computed from parameters and bits; scales of quantised weights are left out
     kv_bytes_per_token: int
@@ -125,6 +126,7 @@ def examine_target(llm: LLM, quantization: str | None, context: int) -> TargetFa
         context_length=target.context_length,
         vocab_size=target.vocab_size,
         is_native=target.runs_native,
+        is_exact=target.is_exact,
         reason=reason,
         weight_bytes=target.num_parameters * bits / 8,
         kv_bytes_per_token=target.bytes_per_token(),

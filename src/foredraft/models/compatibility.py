@@ -17,6 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.modeling_outputs import BaseModelOutput
 
 from foredraft.errors import ForedraftError
+from foredraft.kernels.gpu.checks import explain_unsupported_tensors
 from foredraft.models.attention import read_implementations
 
 PROBE_ATTENTION = "foredraft_probe"
@@ -42,6 +43,7 @@ class AttentionCall:
     sliding_window: int | None
     mask: Tensor | None
     kv_elements: int  # numbers in the key and the value of one token
+    kernel_obstacle: str | None  # why the kernel of GPUs does not take its tensors; None if it does
 
 
 def examine_causal_lm(model: Any, name: str) -> list[AttentionCall]:
@@ -150,9 +152,8 @@ def _record_attention(
         raise RuntimeError("keyword arguments do not reach the attention")
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     kv_elements = key.shape[1] * (key.shape[3] + value.shape[3])
-    calls.append(
-        AttentionCall(layer, bool(getattr(module, "is_causal", True)), sliding_window, attention_mask, kv_elements)
-    )
+    is_causal, obstacle = bool(getattr(module, "is_causal", True)), explain_unsupported_tensors(query, key, value)
+    calls.append(AttentionCall(layer, is_causal, sliding_window, attention_mask, kv_elements, obstacle))
     num_shared = query.shape[1] // value.shape[1]
     return value.repeat_interleave(num_shared, 1).transpose(1, 2).contiguous(), None
 

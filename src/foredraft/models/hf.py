@@ -18,6 +18,7 @@ from foredraft.kernels.weight_sharing import WeightIndex
 from foredraft.kv.pool import KVPool
 from foredraft.models import attention
 from foredraft.models.compatibility import examine_causal_lm, probe_attention
+from foredraft.models.exact import make_exact
 from foredraft.models.forward_batch import AFTER_FINAL_NORM, ForwardBatch
 from foredraft.models.hidden_states import capture_hidden_states
 from foredraft.models.native.decoder import NativeDecoder, explain_unsupported
@@ -68,6 +69,7 @@ class HFModel:
     modules_lock: Lock = field(default_factory=Lock)
     recorded: RecordedPasses = field(init=False)
     max_context: int | None = field(kw_only=True, default=None)  # tokens; None = the model's own limit
+    has_exact_modules: bool = field(kw_only=True, default=False)  # linear layers and norms of `models/exact_modules.py`
 
     def __post_init__(self) -> None:
         self.recorded = RecordedPasses(self.name, self.pool)
@@ -75,7 +77,7 @@ class HFModel:
     @classmethod
     def wrap_model(
         cls, model: Any, name: str, is_fused: bool = False, is_owned: bool = False, quantization: str | None = None,
-        sharer: "HFModel | None" = None,
+        sharer: "HFModel | None" = None, is_exact: bool = False,
     ) -> "HFModel":  # fmt: skip
         """Wrap a loaded model.
 
@@ -86,9 +88,10 @@ class HFModel:
             is_owned: whether no other code uses the model, so its weights may be freed. Default False.
             quantization: "int8" or "int4". Default None = the weights as stored.
             sharer: loaded model, whose weights are used where this one has equal ones. Default None.
+            is_exact: whether the bits of a row must not depend on the other rows of a pass. Default False.
 
         Raises:
-            ForedraftError: paged attention cannot serve the model, or it cannot be quantised.
+            ForedraftError: paged attention cannot serve the model, or it cannot be quantised or exact.
         """
         model.eval()
         check_quantizable(model, quantization)
@@ -102,10 +105,13 @@ class HFModel:
         if is_native and explain_unsupported(model) is None:
             windows = [call.sliding_window for call in sorted(calls, key=lambda call: call.layer)]
             fused = NativeDecoder.from_model(model, windows, *packers, is_owned)
+        elif is_exact:
+            model = make_exact(model, name, is_fused, is_owned, calls)
         elif quantization is not None or (is_native and is_owned and model.dtype in DTYPE_KINDS):
             model = pack_linears(model, quantization, is_owned, probe_attention, packers)
         pool = KVPool.for_device(model.device, is_native)
-        return cls(model, name, pool, sum(call.kv_elements for call in calls), count, fused)
+        elements = sum(call.kv_elements for call in calls)
+        return cls(model, name, pool, elements, count, fused, has_exact_modules=is_exact and fused is None)
 
     def with_context(self, max_tokens: int | None) -> "HFModel":
         """Return a copy with a shorter context.
@@ -118,11 +124,7 @@ class HFModel:
         """
         if max_tokens is None:
             return self
-        if not 1 < max_tokens <= self.model_context_length:
-            raise ForedraftError(
-                f"max_model_len must lie in 2..{self.model_context_length}, the context of {self.name}; got "
-                f"{max_tokens}"
-            )
+        _check_context(max_tokens, self.model_context_length, self.name)
         return replace(self, max_context=max_tokens)
 
     def with_new_kv(self) -> "HFModel":
@@ -152,6 +154,11 @@ class HFModel:
     def runs_native(self) -> bool:
         """Whether a pass is one native call, instead of transformers' modules."""
         return self.fused is not None
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the bits of a row depend on its own request alone, so that drafts change none."""
+        return self.runs_native or self.has_exact_modules
 
     @property
     def has_encoder(self) -> bool:
@@ -256,7 +263,7 @@ class HFModel:
 
 
 def _scale_logits(logits: Tensor, config: Any) -> Tensor:
-    """Scale and cap the output of the head as the configuration says."""
+    """Scale and cap logits as the model of a configuration does."""
     logits = logits / (getattr(config, "logits_scaling", None) or 1.0)
     scale = getattr(config, "logit_scale", None)
     logits = logits if scale is None else logits * scale
@@ -301,6 +308,12 @@ def _run_modules(
             pool=pool,
         ).logits[0]
     return logits, torch.cat([captured[layer][0] for layer in hidden_layers], -1) if hidden_layers else None
+
+
+def _check_context(max_tokens: int, limit: int, name: str) -> None:
+    """Raise ForedraftError if a context in tokens is longer than a model's own."""
+    if not 1 < max_tokens <= limit:
+        raise ForedraftError(f"max_model_len must lie in 2..{limit}, the context of {name}; got {max_tokens}")
 
 
 def _find_context_limit(config: Any) -> int:

@@ -67,6 +67,12 @@ def check_quantizable(model: Any, name: str | None) -> None:
         )
 
 
+def copy_structure(model: Any) -> Any:
+    """Copy the modules of a model around the same tensors."""
+    shared = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
+    return copy.deepcopy(model, shared)
+
+
 def list_packed_weights(model: nn.Module) -> list[PackedWeight]:
     """List the weights of the packed linear modules of a model."""
     return [module.packed for module in model.modules() if isinstance(module, PackedLinear)]
@@ -96,8 +102,7 @@ def pack_linears(
         The model, or its copy.
     """
     if not is_owned:
-        shared = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
-        model = copy.deepcopy(model, shared)
+        model = copy_structure(model)
     pack, pack_head = packers or select_packers(quantization)
     arena, head = Arena(), model.get_output_embeddings()
     linears = [(path, module) for path, module in model.named_modules() if type(module) in (nn.Linear, Conv1D)]

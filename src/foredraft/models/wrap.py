@@ -17,10 +17,11 @@ def wrap_model(
     is_owned: bool = False,
     quantization: str | None = None,
     sharer: HFModel | None = None,
+    is_exact: bool = False,
 ) -> HFModel:
     """Wrap a loaded model as an LM; arguments and errors as in HFModel.wrap_model."""
     kind = EncoderDecoder if model.config.is_encoder_decoder else HFModel
-    return kind.wrap_model(model, name, is_fused, is_owned, quantization, sharer)
+    return kind.wrap_model(model, name, is_fused, is_owned, quantization, sharer, is_exact)
 
 
 def explain_unsupported_model(model: Any) -> str | None:

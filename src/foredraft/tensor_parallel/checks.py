@@ -14,13 +14,14 @@ _ATTENTION_INPUTS = {"q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "qkv
 _SPLIT_BY_HEADS = "colwise"  # style of transformers under which a rank keeps its own heads only
 
 
-def check_options(size: int, quantization: str | None, fused: bool | None) -> None:
+def check_options(size: int, quantization: str | None, fused: bool | None, exact: bool = False) -> None:
     """Check the options that several processes exclude.
 
     Args:
         size: number of processes.
         quantization: kind of rounded weights, or None.
         fused: True = native code is required.
+        exact: whether the bits of a row must not depend on other rows. Default False.
 
     Raises:
         ForedraftError: `size` is no number of processes, or an option needs one process.
@@ -31,6 +32,11 @@ def check_options(size: int, quantization: str | None, fused: bool | None) -> No
         raise ForedraftError(f"quantization runs in one process; leave it or {OPTION} out")
     if size > 1 and fused:
         raise ForedraftError(f"native code runs in one process; leave fused or {OPTION} out")
+    if size > 1 and exact:
+        raise ForedraftError(
+            "an exact target runs in one process, since sums over processes have no fixed order; leave exact or "
+            f"{OPTION} out"
+        )
 
 
 def check_loaded_model(size: int) -> None:

@@ -39,8 +39,10 @@ def check(kernels: list[dict[str, Any]]) -> None:
         assert kernel["shared"] <= (MAX_SHARED_FP32 if is_wide else MAX_SHARED), kernel
         assert kernel["spilled"] <= (MAX_SPILLED_FP32 if is_wide else MAX_SPILLED), kernel
         assert kernel["other_products"] == 0, kernel
-        if kernel["name"].startswith("attention") and not is_wide:
+        if kernel["name"].startswith(("attention", "product")) and not is_wide:
             assert kernel["mma_sync"] > 0, kernel
+        if kernel["name"].startswith("product") and "x 40" not in kernel["name"]:
+            assert kernel["async_copies"] > 0, kernel
         if not is_wide:  # a sum may not be fused with a product in one kernel and not in another
             assert kernel["fused"] == 0, kernel
 

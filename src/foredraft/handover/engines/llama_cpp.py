@@ -64,6 +64,7 @@ ENGINE = EngineTable(
         "revision": no_flag("convert a folder with that revision"),
         "tokenizer": no_flag("it is part of the GGUF file"),
         "kv_memory": no_flag("the KV cache has --ctx-size tokens"),
+        "exact": no_flag("llama.cpp makes no such promise"),
         "no_fused": no_flag("llama.cpp has kernels of its own"),
         "access_log": no_flag("llama-server logs every request"),
         "max_queue": no_flag("bound the queue in a proxy"),

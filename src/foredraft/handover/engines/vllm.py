@@ -70,6 +70,7 @@ ENGINE = EngineTable(
         "quantization": no_flag(
             "it rounds weights in another way there: give a quantised checkpoint, or --quantization fp8"
         ),
+        "exact": no_flag("VLLM_BATCH_INVARIANT=1 in its environment comes near; drafts may still change a bit"),
         "no_fused": no_flag("vLLM has kernels of its own; --enforce-eager runs without CUDA graphs"),
         "request_timeout": no_flag("set it in the client or in a proxy"),
         "strict_max_tokens": no_flag("vLLM always refuses a request that exceeds the context"),

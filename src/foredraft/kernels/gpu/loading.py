@@ -37,6 +37,15 @@ class GPUKernels:
         return reason is None
 
 
+@dataclass(frozen=True)
+class ExactKernels:
+    """Triton kernels of an exact model: rows have the same bits in every pass."""
+
+    multiply: Callable[..., Tensor]  # kernels.gpu.product.multiply
+    normalize: Callable[..., tuple[Tensor, Tensor]]  # kernels.gpu.norm.normalize
+    normalize_layer: Callable[..., Tensor]  # kernels.gpu.layer_norm.normalize_layer
+
+
 @cache
 def load_kernels() -> GPUKernels:
     """Import the kernels.
@@ -44,11 +53,28 @@ def load_kernels() -> GPUKernels:
     Raises:
         ForedraftError: triton is not installed.
     """
-    if importlib.util.find_spec("triton") is None:
-        raise ForedraftError("the GPU kernels need triton, which torch for CUDA brings along; run: pip install triton")
+    _check_triton()
     from foredraft.kernels.gpu import attention, move, store
 
     return GPUKernels(attention.attend, store.store, move.move, move.PointerTable.make, move.MAX_MOVES)
+
+
+@cache
+def load_exact_kernels() -> ExactKernels:
+    """Import the kernels of exact models.
+
+    Raises:
+        ForedraftError: triton is not installed.
+    """
+    _check_triton()
+    from foredraft.kernels.gpu import layer_norm, norm, product
+
+    return ExactKernels(product.multiply, norm.normalize, layer_norm.normalize_layer)
+
+
+def _check_triton() -> None:
+    if importlib.util.find_spec("triton") is None:
+        raise ForedraftError("the GPU kernels need triton, which torch for CUDA brings along; run: pip install triton")
 
 
 def explain_missing_kernels(device: torch.device) -> str | None:

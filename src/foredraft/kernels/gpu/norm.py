@@ -15,6 +15,7 @@ MAX_WARPS = 16
 def normalize_row(
     x, residual, weight, out, total, x_row, residual_row, eps,
     WIDTH: tl.constexpr, PAD: tl.constexpr, HAS_RESIDUAL: tl.constexpr, IS_OFFSET: tl.constexpr,
+    IS_LATE: tl.constexpr,
 ):  # fmt: skip
     """Normalise one row. Grid (rows,): the order of the sum depends on the width alone."""
     row = tl.program_id(0).to(tl.int64)
@@ -30,11 +31,18 @@ def normalize_row(
     wide = numbers.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
     factors = tl.load(weight + i, mask=is_inside, other=0.0).to(tl.float32)
-    if IS_OFFSET:  # noqa: SIM108 # Gemma multiplies before it rounds
+    if IS_OFFSET:  # Gemma multiplies before it rounds
         result = wide * scale * (1.0 + factors)
+    elif IS_LATE:
+        result = wide * scale * factors
     else:
         result = (wide * scale).to(kind).to(tl.float32) * factors
     tl.store(out + row * WIDTH + i, result.to(kind), mask=is_inside)
+
+
+def count_warps(pad: int) -> int:
+    """Return the warps of a program whose row is padded to `pad` numbers."""
+    return min(max(pad // NUMBERS_PER_WARP, 1), MAX_WARPS)
 
 
 def normalize(
@@ -43,6 +51,7 @@ def normalize(
     eps: float,
     residual: Tensor | None = None,  # [T, H]
     is_offset: bool = False,
+    is_late: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Compute the norm of every row of x + residual.
 
@@ -52,6 +61,7 @@ def normalize(
         eps: added to the mean square.
         residual: added before the norm. Default None = zero.
         is_offset: whether the factors are 1 + weight, multiplied before rounding, as in Gemma. Default False.
+        is_late: whether factors are multiplied before rounding, as in OLMo 2. Default False.
 
     Returns:
         Normalised rows [T, H], and the sum [T, H] that was normalised, both in the type of x.
@@ -71,7 +81,7 @@ def normalize(
     with torch.cuda.device_of(x):  # triton launches on the current device
         normalize_row[(num_rows,)](
             x, added, weight.contiguous(), out, total, x.stride(0), added.stride(0), eps,
-            WIDTH=width, PAD=pad, HAS_RESIDUAL=residual is not None, IS_OFFSET=is_offset,
-            num_warps=min(max(triton.next_power_of_2(pad // NUMBERS_PER_WARP), 1), MAX_WARPS), enable_fp_fusion=False,
+            WIDTH=width, PAD=pad, HAS_RESIDUAL=residual is not None, IS_OFFSET=is_offset, IS_LATE=is_late,
+            num_warps=count_warps(pad), enable_fp_fusion=False,
         )  # fmt: skip
     return out, total

@@ -25,6 +25,7 @@ from foredraft.models.encdec.decoder import DecoderStack, MergedLinear
 from foredraft.models.encdec.encoder import SourceEncoder
 from foredraft.models.encdec.native_decoder import NativeSeq2SeqDecoder, explain_unsupported
 from foredraft.models.encdec.native_encoder import NativeEncoder
+from foredraft.models.exact import make_exact_error
 from foredraft.models.forward_batch import AFTER_FINAL_NORM, ForwardBatch
 from foredraft.models.hf import HFModel
 from foredraft.models.packed_linear import check_quantizable, pack_linears
@@ -60,11 +61,12 @@ class EncoderDecoder(HFModel):
         is_owned: bool = False,
         quantization: str | None = None,
         sharer: HFModel | None = None,
+        is_exact: bool = False,
     ) -> "EncoderDecoder":
         """Wrap a loaded model; arguments as in HFModel.wrap_model.
 
         Raises:
-            ForedraftError: the model is of an unsupported family, it cannot be quantised, or `sharer` is given.
+            ForedraftError: the model is of an unsupported family, cannot be quantised or exact, or `sharer` is given.
         """
         if sharer is not None:
             raise ForedraftError(f"{name} has an encoder, and shares no weights; load it without shares_weights_of")
@@ -88,6 +90,8 @@ class EncoderDecoder(HFModel):
         is_native = fused is not None
         # One token of KV capacity is one decoder token and one source token.
         kv_elements = KV_TENSORS_PER_LAYER * len(stack.blocks) * stack.shape.heads * stack.shape.head_dim
+        if is_exact and native_encoder is None:
+            raise make_exact_error(name, "its encoder and decoder do not both run as native code on the CPU")
         encoder = SourceEncoder(model, allows_padding=not is_native, native=native_encoder)
         pool = KVPool(is_native, is_whole=model.device.type == "cuda")
         return cls(model, name, pool, kv_elements, count, decoder=stack, encoder=encoder, native=fused)
@@ -134,6 +138,10 @@ class EncoderDecoder(HFModel):
     @property
     def runs_native(self) -> bool:
         return self.native is not None
+
+    @property
+    def is_exact(self) -> bool:
+        return self.native is not None and self.encoder.native is not None
 
     @property
     def has_encoder(self) -> bool:

@@ -1,0 +1,135 @@
+"""Modules whose rows have the same bits in every pass on a GPU: linear layers and norms by kernels of our own.
+
+They hold the parameters of the modules that they replace, under the same names.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from foredraft.kernels.gpu.loading import ExactKernels
+
+EPS_NAMES = ("variance_epsilon", "eps", "epsilon")  # attributes that norms use for the number added to the variance
+SCALES = (1.0, 1e-3)  # of the rows that a norm is tried on; with small ones the epsilon shows
+MAX_DIFFERENT = 0.02  # share of numbers that another order of the sum may round otherwise
+MAX_ERROR = 8  # units in the last place of float32
+
+
+class ExactLinear(nn.Module):
+    """Linear layer y = x W^T + b by the exact product."""
+
+    def __init__(self, source: nn.Linear | Conv1D, kernels: ExactKernels) -> None:
+        super().__init__()
+        self.weight, self.bias = source.weight, source.bias
+        self.has_transposed_weight = type(source) is Conv1D
+        self.multiply = kernels.multiply
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight.T if self.has_transposed_weight else self.weight
+        out: Tensor = self.multiply(x, weight, self.bias)
+        return out
+
+
+@dataclass(frozen=True)
+class RMSForm:
+    """How an RMS norm multiplies by its weight."""
+
+    is_offset: bool = False  # by 1 + weight, before rounding
+    is_late: bool = False  # by the weight, before rounding
+
+    def compute(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Compute the norm by torch's operators."""
+        normal, factors = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps), weight.float()
+        if self.is_offset:
+            return (normal * (1 + factors)).to(x.dtype)
+        return ((normal if self.is_late else normal.to(x.dtype)) * factors).to(x.dtype)
+
+
+RMS_FORMS = (RMSForm(), RMSForm(is_late=True), RMSForm(is_offset=True))
+
+
+class ExactRMSNorm(nn.Module):
+    """RMS norm by the kernel of one program per row."""
+
+    def __init__(self, weight: nn.Parameter, eps: float, form: RMSForm, kernels: ExactKernels) -> None:
+        super().__init__()
+        self.weight, self.eps, self.form = weight, eps, form
+        self.normalize = kernels.normalize
+
+    def forward(self, x: Tensor) -> Tensor:
+        out, _ = self.normalize(
+            x.reshape(-1, x.shape[-1]), self.weight, self.eps, None, self.form.is_offset, self.form.is_late
+        )
+        return out.view(x.shape)
+
+
+class ExactLayerNorm(nn.Module):
+    """Layer norm by the kernel of one program per row."""
+
+    def __init__(
+        self, weight: nn.Parameter | None, bias: nn.Parameter | None, eps: float, kernels: ExactKernels
+    ) -> None:
+        super().__init__()
+        self.weight, self.bias, self.eps = weight, bias, eps
+        self.normalize = kernels.normalize_layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.normalize(x.reshape(-1, x.shape[-1]), self.weight, self.bias, self.eps)
+        return out.view(x.shape)
+
+
+EXACT_MODULES = (ExactLinear, ExactRMSNorm, ExactLayerNorm)
+
+
+def replace_modules(model: Any, kernels: ExactKernels) -> None:
+    """Replace the linear layers and norms of a model by exact ones. Modules of other kinds stay."""
+    for path, module in list(model.named_modules()):
+        exact = _make_exact(module, kernels)
+        if exact is not None:
+            parent, _, child = path.rpartition(".")
+            setattr(model.get_submodule(parent), child, exact.eval())
+
+
+@torch.no_grad()
+def _make_exact(module: nn.Module, kernels: ExactKernels) -> nn.Module | None:
+    """Make the exact version of a module; None if it has none."""
+    if type(module) in (nn.Linear, Conv1D):
+        return ExactLinear(module, kernels)
+    if type(module) is nn.LayerNorm and len(module.normalized_shape) == 1:
+        return ExactLayerNorm(module.weight, module.bias, module.eps, kernels)
+    parameters, eps = list(module.named_parameters()), _find_eps(module)
+    if eps is None or [name for name, _ in parameters] != ["weight"] or parameters[0][1].dim() != 1:
+        return None
+    weight = parameters[0][1]
+    rows = _make_rows(weight)
+    try:
+        out = module(rows)
+    except Exception:  # the module may need further arguments, and is then no norm of rows
+        return None
+    for form in RMS_FORMS:
+        if _is_equal(out, form.compute(rows, weight, eps)):
+            return ExactRMSNorm(weight, eps, form, kernels)
+    wide = nn.functional.layer_norm(rows.float(), weight.shape, weight.float(), None, eps)
+    return ExactLayerNorm(weight, None, eps, kernels) if _is_equal(out, wide.to(rows.dtype)) else None
+
+
+def _find_eps(module: nn.Module) -> float | None:
+    return next((value for name in EPS_NAMES if isinstance(value := vars(module).get(name), float)), None)
+
+
+def _make_rows(weight: Tensor) -> Tensor:
+    """Make random rows [1, 8, H] of two sizes. Their mean is not zero, by which norms differ."""
+    noise = torch.Generator().manual_seed(0)
+    rows = torch.cat([(torch.randn(1, 4, len(weight), generator=noise) + 0.5) * scale for scale in SCALES], 1)
+    return rows.to(weight.device, weight.dtype)
+
+
+def _is_equal(a: Any, b: Tensor) -> bool:
+    """Whether a module's result equals a formula's, but for the order of a sum."""
+    if not isinstance(a, Tensor) or a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    error = MAX_ERROR * torch.finfo(torch.float32).eps * b.double().abs()
+    return float(((a.double() - b.double()).abs() > error).double().mean()) <= MAX_DIFFERENT
