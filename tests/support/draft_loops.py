@@ -1,16 +1,16 @@
-"""Pairs of equal drafters, one of which drafts in a recorded loop: they see the same commits and must draft the same."""
+"""Pairs of equal drafters, one of which drafts in a recorded loop: after the same commits they must draft the same."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
-from foredraft.drafters.common.device_loop.loop import DraftLoop
-from foredraft.kernels.gpu.graphs import CallingRecorder, GraphMemory, ReplayCache
-from foredraft.kernels.gpu.loading import GPUKernels
+from foredraft.kernels.gpu.graphs import CallingRecorder
 from foredraft.kv.allocator import PageAllocator
 from foredraft.kv.pool import KVPool
 from foredraft.request import Batch, Request
@@ -23,14 +23,32 @@ from tests.support.torch_kernels import make_torch_kernels
 PAGE_SIZE, NUM_PAGES = 4, 200
 
 
-def give_kernels(pool: KVPool, kernels: GPUKernels | None = None) -> None:
-    """Make a pool like one on a GPU: whole, with kernels."""
-    pool.capacity, pool.is_whole, pool.kernels = PAGE_SIZE * NUM_PAGES, True, kernels or make_torch_kernels()
+@contextmanager
+def record_on_cpu() -> Iterator[None]:
+    """Make drafters as on a GPU: with kernels in their pools, and loops whose recordings call the function."""
+    with (
+        mock.patch("foredraft.kv.pool.select_kernels", return_value=make_torch_kernels()),
+        mock.patch("foredraft.drafters.common.device_loop.loop.make_recorder", return_value=CallingRecorder()),
+    ):
+        yield
 
 
-def make_loop(network: Any, tree_spec: Any, pool: KVPool | None = None) -> DraftLoop:
-    """Make a loop whose recordings call the function."""
-    return DraftLoop(network, tree_spec, ReplayCache(CallingRecorder(), GraphMemory(1 << 30)), torch.device("cpu"), pool)
+def make_pair(make: Callable[[], Any]) -> tuple[Any, Any]:
+    """Make a drafter with a loop, and one without."""
+    with record_on_cpu():
+        pair = make(), make()
+    for drafter in pair:
+        pool = get_pool(drafter)
+        if pool is not None:
+            pool.capacity, pool.is_whole = PAGE_SIZE * NUM_PAGES, True
+    assert pair[0].loop is not None
+    pair[1].loop = None
+    return pair
+
+
+def get_pool(drafter: Any) -> KVPool | None:
+    """Return the KV cache of a drafter; None if it has none."""
+    return drafter.lm.pool if hasattr(drafter, "lm") else None
 
 
 @dataclass
@@ -106,10 +124,11 @@ class Twins:
 
     def _compare_pools(self) -> None:
         """Compare the KV of both, and look for a write to the null page."""
-        for mine, theirs in zip(self._list_kv(self.looping), self._list_kv(self.reference), strict=True):
+        for mine, theirs in zip(_list_kv(self.looping), _list_kv(self.reference), strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-12)
             assert not mine[:PAGE_SIZE].any()
 
-    def _list_kv(self, drafter: Any) -> list[Tensor]:
-        pool = getattr(getattr(drafter, "lm", None), "pool", None)
-        return [] if pool is None else [x for pair in pool.layers.values() for x in pair]
+
+def _list_kv(drafter: Any) -> list[Tensor]:
+    pool = get_pool(drafter)
+    return [] if pool is None else [x for pair in pool.layers.values() for x in pair]

@@ -1,105 +1,101 @@
 """Recorded draft loops: the drafts, q and KV of growth level by level, for every network and shape."""
 
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from foredraft.drafters.common.feature_drafter import FeatureDrafter, FeatureLoopNetwork
-from foredraft.drafters.common.static_tree import StaticTree
-from foredraft.drafters.common.tree_builder import TreeOptions, TreeSpec
-from foredraft.drafters.draft_model.drafter import DraftModel, DraftModelLoopNetwork
-from foredraft.drafters.eagle.checkpoint import EagleShape
-from foredraft.drafters.eagle.network import EagleNetwork
-from foredraft.drafters.eagle3.network import Eagle3Network
-from foredraft.drafters.eagle3.shape import Eagle3Shape
+from foredraft.checkpoints.schema import Checkpoint
+from foredraft.drafters.common.tree_builder import TreeOptions
 from foredraft.drafters.method import DrafterContext
-from foredraft.models.draft_layer import DraftLayerShape
-from foredraft.models.feature_lm import FeatureLM
+from foredraft.drafters.registry import load_methods
 from foredraft.sampling.params import Sampling
 from tests.support import tiny_models
-from tests.support.draft_loops import Twins, give_kernels, make_loop
+from tests.support.draft_loops import Twins, make_pair
 
-BLOCK = DraftLayerShape(hidden=32, intermediate=48, heads=4, kv_heads=2, head_dim=8)
-SIZE, FEW = tiny_models.VOCAB, 40
-LOPSIDED = StaticTree.from_paths([[0], [1], [2], [0, 0], [0, 1], [2, 0], [0, 0, 0], [0, 1, 0], [0, 0, 0, 0]])
-SHAPES: dict[str, Callable[[int], TreeSpec]] = {
-    "chain": lambda depth: TreeSpec.from_options(depth),
-    "static": lambda depth: TreeSpec.from_static_tree(LOPSIDED),
-    "dynamic": lambda depth: TreeSpec.from_options(depth, tree_nodes=9, top_k=3),
+VOCAB = tiny_models.VOCAB
+# Training settings that make an untrained head, by title.
+HEADS: dict[str, tuple[str, Mapping[str, Any]]] = {
+    "eagle": ("eagle", {}),
+    "eagle3": ("eagle3", {"taps": (1, 2), "draft_vocab_size": 40}),
+    "mlp_speculator": ("mlp_speculator", {"n_predict": 6, "inner": 24}),
+    "hydra": ("hydra", {"heads": 6}),
+    "hydra++": ("hydra", {"heads": 6, "prefix": True}),
+    "blockwise": ("blockwise", {"heads": 6, "inner": 16}),
+    "medusa": ("medusa", {"heads": 6, "layers": 2}),
 }
-STOPS = tuple(range(5))  # so many that drafts meet them
-GREEDY = Sampling(max_tokens=60, temperature=0, stop_token_ids=STOPS)
-SAMPLED = Sampling(max_tokens=60, temperature=0.8, top_k=20, top_p=0.95, min_p=0.01, stop_token_ids=STOPS[:2])
-
-
-def scatter_weights(network: Any) -> Any:
-    torch.manual_seed(5)
-    for name, parameter in network.named_parameters():
-        if parameter.dim() > 1:
-            nn.init.normal_(parameter, std=0.4)
-        elif "norm" in name:
-            nn.init.uniform_(parameter, 0.5, 1.5)
-    return network.double().eval().requires_grad_(False)
+CHAIN, STATIC, DYNAMIC = {}, {"branching": (3, 2, 1, 1)}, {"tree_nodes": 9, "top_k": 3}
+SHAPES: dict[str, Mapping[str, Any]] = {"chain": CHAIN, "static": STATIC, "dynamic": DYNAMIC}
+STOPS = tuple(range(4))
+GREEDY = Sampling(max_tokens=90, temperature=0, stop_token_ids=STOPS)
+SAMPLED = Sampling(max_tokens=90, temperature=1.5, top_k=20, top_p=0.95, min_p=0.01, stop_token_ids=STOPS[:2])
+BUDGETS = ([9, 9, 9], [4, 0, 9], [9, 3, 1])
 
 
 @cache
-def make_network(name: str) -> Any:
+def make_weights(title: str) -> tuple[Any, dict[str, Tensor]]:
+    """Make the shape and large random weights of a head, so that no two tokens have similar states."""
+    name, settings = HEADS[title]
+    training = load_methods()[name].training
+    assert training is not None
+    assert training.create_trainee is not None
+    torch.manual_seed(5)
+    trainee: Any = training.create_trainee(training.config(loss="ce", **settings), tiny_models.plain().target, None)
+    network = trainee.network
+    if trainee.spec.prepare is not None:
+        trainee.spec.prepare(torch.arange(VOCAB) % 7)
+    for weight_name, weight in network.named_parameters():
+        if weight.dim() > 1:
+            nn.init.normal_(weight, std=0.4)
+        elif "norm" in weight_name:
+            nn.init.uniform_(weight, 0.5, 1.5)
+    return network.shape, {key: x.double() if x.is_floating_point() else x for key, x in network.state_dict().items()}
+
+
+def make_twins(title: str, depth: int, options: Mapping[str, Any]) -> Twins:
+    """Make twins of a head, or of a draft model."""
     target = tiny_models.plain().target
-    if name == "eagle":
-        return scatter_weights(EagleNetwork(EagleShape(BLOCK, SIZE), target))
-    shape = Eagle3Shape(BLOCK, SIZE, draft_vocab_size=FEW, target_hidden=32, hidden_layers=(1, 2))
-    network = scatter_weights(Eagle3Network(shape, target))
-    network.d2t.copy_(torch.randperm(SIZE)[:FEW].sort().values - torch.arange(FEW))
-    return network
+    if title not in HEADS:
+        pair = make_pair(lambda: tiny_models.draft_model(depth, options=TreeOptions(**options)))
+        return Twins(*pair, width=32, vocab_size=VOCAB)
+    shape, tensors = make_weights(title)
+    method = load_methods()[HEADS[title][0]]
+    context = DrafterContext(VOCAB, target, depth, dtype=torch.float64, fused=False)
+    checkpoint = Checkpoint(method.name, "made", "an untrained head", shape, tensors)
+    make: Any = method.from_checkpoint
+    pair = make_pair(lambda: make(method.config(**options), checkpoint, context))
+    return Twins(*pair, width=32 * len(pair[0].spec.hidden_layers), vocab_size=VOCAB)
 
 
-def make_context(depth: int) -> DrafterContext:
-    target = tiny_models.plain().target
-    return DrafterContext(SIZE, target, depth, dtype=torch.float64)
-
-
-def make_feature_twins(name: str, spec: TreeSpec) -> Twins:
-    network = make_network(name)
-    ids = getattr(network, "token_ids", None)
-    made = []
-    for _ in range(2):
-        lm = FeatureLM(network, torch.float64)
-        give_kernels(lm.pool)
-        taps = getattr(network.shape, "hidden_layers", (-1,))
-        made.append(FeatureDrafter(lm, taps, spec, make_context(spec.max_depth), ids))
-    looping = made[0]
-    looping.loop = make_loop(FeatureLoopNetwork(looping.lm, SIZE, ids), spec, looping.lm.pool)
-    return Twins(*made, width=32 * len(looping.spec.hidden_layers), vocab_size=SIZE)
-
-
-def make_model_twins(spec: TreeSpec) -> Twins:
-    made = []
-    for _ in range(2):
-        drafter = tiny_models.draft_model(spec.max_depth, options=TreeOptions())
-        drafter.tree_spec = spec
-        give_kernels(drafter.lm.pool)
-        made.append(drafter)
-    made[0].loop = make_loop(DraftModelLoopNetwork(made[0].lm, SIZE), spec, made[0].lm.pool)
-    return Twins(*made, width=32, vocab_size=SIZE)
-
-
-def make_twins(name: str, spec: TreeSpec) -> Twins:
-    return make_model_twins(spec) if name == "draft_model" else make_feature_twins(name, spec)
+def run_steps(twins: Twins, requests: Sequence[tuple[Sampling, str]], budgets: Sequence[Sequence[int]]) -> list[Any]:
+    """Add requests of ragged lengths and draft with some budgets; returns the trees."""
+    for sampling, rule in requests:
+        twins.add(sampling, rule)
+    twins.start([1 + 7 * i % 11 for i in range(len(requests))])
+    return [twins.step(given) for given in budgets]
 
 
 @pytest.mark.parametrize("rule", ["match", "reject"])
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("name", ["eagle", "eagle3", "draft_model"])
-def test_loop_drafts_what_levels_draft(name: str, shape: str, rule: str) -> None:
-    twins = make_twins(name, SHAPES[shape](4))
-    for sampling in (GREEDY, SAMPLED, SAMPLED):
-        twins.add(sampling, rule)
-    twins.start([2, 9, 5])
-    for budgets in ([9, 9, 9], [4, 0, 9], [9, 3, 1], [9, 9, 6]):
-        twins.step(budgets)
-    assert twins.looping.loop.num_replays == 4
-    assert not twins.looping.loop.refusals
+@pytest.mark.parametrize("title", ["eagle", "eagle3", "draft_model", "mlp_speculator"])
+def test_loop_drafts_what_levels_draft(title: str, shape: str, rule: str) -> None:
+    twins = make_twins(title, 4, SHAPES[shape])
+    trees = run_steps(twins, [(GREEDY, rule), (SAMPLED, rule), (SAMPLED, rule)], BUDGETS)
+    loop = twins.looping.loop
+    assert (loop.num_replays, loop.refusals) == (len(BUDGETS), {})
+    assert sum(len(tokens) - 1 for tree in trees for tokens in tree.tokens) > 12
+
+
+@pytest.mark.parametrize("rule", ["match", "reject"])
+@pytest.mark.parametrize(
+    ("title", "options"),
+    [("hydra", STATIC), ("hydra++", DYNAMIC), ("blockwise", CHAIN), ("medusa", CHAIN), ("medusa", {"tree_nodes": 12})],
+)
+def test_heads_on_states_draft_what_levels_draft(title: str, options: Mapping[str, Any], rule: str) -> None:
+    twins = make_twins(title, 4, options)
+    run_steps(twins, [(GREEDY, rule), (SAMPLED, rule), (SAMPLED, rule)], BUDGETS)
+    assert twins.looping.loop.num_replays == len(BUDGETS)

@@ -132,6 +132,12 @@ def _pair_up(tokens: Sequence[int], log_probs: Sequence[float]) -> list[ScoredCh
     return [pair for pair in zip(tokens, log_probs, strict=True) if pair[0] >= 0]
 
 
+def make_replay_cache(device: torch.device) -> ReplayCache | None:
+    """Make the cache of a drafter's recordings; None if the device has none, as a CPU."""
+    recorder = make_recorder(device)
+    return None if recorder is None else ReplayCache(recorder, GraphMemory(GRAPH_MEMORY))
+
+
 def make_draft_loop(
     network: LoopNetwork, tree_spec: TreeSpec, device: torch.device, pool: KVPool | None = None
 ) -> DraftLoop | None:
@@ -146,7 +152,7 @@ def make_draft_loop(
     Returns:
         The loop; None if the drafts grow level by level: on a CPU, and on a GPU without Triton kernels for the cache.
     """
-    recorder = make_recorder(device)
-    if recorder is None or (pool is not None and pool.kernels is None):
+    if pool is not None and pool.kernels is None:
         return None
-    return DraftLoop(network, tree_spec, ReplayCache(recorder, GraphMemory(GRAPH_MEMORY)), device, pool)
+    cache = make_replay_cache(device)
+    return None if cache is None else DraftLoop(network, tree_spec, cache, device, pool)
