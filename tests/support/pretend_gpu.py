@@ -15,6 +15,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from foredraft.kernels.gpu.graphs import CallingRecorder
+
 aten = torch.ops.aten
 DEVICE = torch.device("cuda:0")
 # Operators that take tensors of two devices: copies, and indices on the CPU.
@@ -69,6 +71,8 @@ class DeviceNames(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = tree_map(_complete_device, (args, kwargs or {}))
+        if func is torch.as_tensor and isinstance(args[0], PretendTensor) and kwargs.get("device") == DEVICE:
+            return args[0].to(kwargs.get("dtype") or args[0].dtype)
         if func in (torch.tensor, torch.as_tensor) and kwargs.get("device") == DEVICE:
             return func(*args, **kwargs | {"device": "cpu"}).to(DEVICE)
         try:
@@ -122,11 +126,12 @@ def _wrap(value: Any, wrappers: dict[int, PretendTensor]) -> Any:
 
 @contextmanager
 def pretend_gpu() -> Iterator[None]:
-    """Run code with a pretended GPU, without Triton kernels."""
+    """Run code with a pretended GPU, without Triton kernels. Its recordings call the function."""
     with (
         PretendMode(),
         DeviceNames(),
         mock.patch("foredraft.kernels.gpu.loading.explain_missing_kernels", return_value="it is pretended"),
+        mock.patch("foredraft.kernels.gpu.graphs.CUDARecorder", return_value=CallingRecorder()),
         mock.patch.object(torch.cuda, "_lazy_init"),
         mock.patch.object(torch.cuda, "is_available", return_value=True),
         mock.patch.object(torch.cuda, "device_count", return_value=1),

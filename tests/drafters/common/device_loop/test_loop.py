@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from foredraft.checkpoints.schema import Checkpoint
+from foredraft.drafters.common.step_drafter import GrowingStepDraft
 from foredraft.drafters.common.tree_builder import TreeOptions
 from foredraft.drafters.method import DrafterContext
 from foredraft.drafters.registry import load_methods
@@ -21,7 +22,7 @@ VOCAB = tiny_models.VOCAB
 # Training settings that make an untrained head, by title.
 HEADS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "eagle": ("eagle", {}),
-    "eagle3": ("eagle3", {"taps": (1, 2), "draft_vocab_size": 40}),
+    "eagle3": ("eagle3", {"taps": (1,), "draft_vocab_size": 40}),
     "mlp_speculator": ("mlp_speculator", {"n_predict": 6, "inner": 24}),
     "hydra": ("hydra", {"heads": 6}),
     "hydra++": ("hydra", {"heads": 6, "prefix": True}),
@@ -79,6 +80,12 @@ def run_steps(twins: Twins, requests: Sequence[tuple[Sampling, str]], budgets: S
     return [twins.step(given) for given in budgets]
 
 
+@pytest.fixture(autouse=True)
+def grow_greedy_chains_as_trees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Greedy chains of heads on states have a shorter way on the CPU, which does not end at end ids."""
+    monkeypatch.setattr(GrowingStepDraft, "is_greedy_chain", False)
+
+
 @pytest.mark.parametrize("rule", ["match", "reject"])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("title", ["eagle", "eagle3", "draft_model", "mlp_speculator"])
@@ -99,3 +106,64 @@ def test_heads_on_states_draft_what_levels_draft(title: str, options: Mapping[st
     twins = make_twins(title, 4, options)
     run_steps(twins, [(GREEDY, rule), (SAMPLED, rule), (SAMPLED, rule)], BUDGETS)
     assert twins.looping.loop.num_replays == len(BUDGETS)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 6])
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_padding_and_depth(count: int, depth: int) -> None:
+    twins = make_twins("eagle", depth, [CHAIN, DYNAMIC][count % 2])
+    budget = [9 - 2 * i for i in range(count)]
+    run_steps(twins, [(GREEDY, "match")] * count, [budget, budget[::-1]])
+    assert twins.looping.loop.num_replays == 2
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("depth", range(1, 7))
+@pytest.mark.parametrize("count", range(1, 6))
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("title", ["eagle", "eagle3", "draft_model", "mlp_speculator"])
+def test_every_padding_and_depth(title: str, shape: str, count: int, depth: int) -> None:
+    twins = make_twins(title, depth, {"branching": (3, 2, 1, 2, 1, 1)[:depth]} if shape == "static" else SHAPES[shape])
+    kinds = [(GREEDY, "match"), (SAMPLED, "reject"), (SAMPLED, "match"), (replace(SAMPLED, top_k=0), "typical")]
+    kinds = [kind for i in range(count) for kind in [kinds[i % len(kinds)]]]
+    run_steps(twins, kinds, [[1 + (5 * i + 3 * b) % 9 for b in range(count)] for i in range(4)])
+    assert twins.looping.loop.num_replays == 4
+
+
+@pytest.mark.parametrize("options", [CHAIN, STATIC, DYNAMIC])
+def test_requests_of_all_rules_in_one_batch(options: Mapping[str, Any]) -> None:
+    twins = make_twins("eagle", 4, options)
+    kinds = [(GREEDY, "match"), (SAMPLED, "reject"), (replace(SAMPLED, top_p=1.0), "match"), (SAMPLED, "typical")]
+    kinds += [] if options is DYNAMIC else [(SAMPLED, "block")]  # drafts chains: a part of a fixed tree alone
+    run_steps(twins, kinds, [[9] * len(kinds), [3] * len(kinds)])
+    assert twins.looping.loop.num_replays == 2
+
+
+def test_trees_wider_than_the_vocabulary_of_the_head() -> None:
+    run_steps(make_twins("eagle3", 2, {"tree_nodes": 60, "top_k": 50}), [(GREEDY, "match")], [[60]])
+
+
+def test_noise_of_a_merged_draft_has_its_stream() -> None:
+    twins = make_twins("eagle", 3, STATIC)
+    run_steps(twins, [(SAMPLED, "reject"), (SAMPLED, "match")], [])
+    twins.step([9, 9], stream=2)
+    assert twins.looping.loop.num_replays == 1
+
+
+@torch.inference_mode()
+def test_invalid_logits_end_a_draft_and_no_other() -> None:
+    twins = make_twins("eagle", 3, DYNAMIC)
+    run_steps(twins, [(GREEDY, "match"), (GREEDY, "match"), (SAMPLED, "reject")], [])
+    for drafter in (twins.looping, twins.reference):
+        drafter._pending[1].features[-1][-1] = torch.nan
+    tree = twins.step([9, 9, 9])
+    assert [len(tokens) > 1 for tokens in tree.tokens] == [True, False, True]
+
+
+def test_q_outlives_the_next_replay() -> None:
+    twins = make_twins("eagle", 3, DYNAMIC)
+    first = run_steps(twins, [(SAMPLED, "reject")], [[9]])[0].q
+    kept = first.clone()
+    twins.step([9])
+    assert len(twins.looping.loop.cache) == 1
+    assert torch.equal(first, kept)
