@@ -28,6 +28,7 @@ def record_on_cpu() -> Iterator[None]:
     """Make drafters as on a GPU: with kernels in their pools, and loops whose recordings call the function."""
     with (
         mock.patch("foredraft.kv.pool.select_kernels", return_value=make_torch_kernels()),
+        mock.patch("foredraft.kv.pool.make_recorder", return_value=CallingRecorder()),
         mock.patch("foredraft.drafters.common.device_loop.loop.make_recorder", return_value=CallingRecorder()),
     ):
         yield

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from foredraft.kernels.gpu.graphs import CallingRecorder
+from foredraft.kernels.gpu.graphs import GRAPHS_VARIABLE
 
 aten = torch.ops.aten
 DEVICE = torch.device("cuda:0")
@@ -126,12 +126,12 @@ def _wrap(value: Any, wrappers: dict[int, PretendTensor]) -> Any:
 
 @contextmanager
 def pretend_gpu() -> Iterator[None]:
-    """Run code with a pretended GPU, without Triton kernels. Its recordings call the function."""
+    """Run code with a pretended GPU, without Triton kernels and CUDA graphs."""
     with (
         PretendMode(),
         DeviceNames(),
         mock.patch("foredraft.kernels.gpu.loading.explain_missing_kernels", return_value="it is pretended"),
-        mock.patch("foredraft.kernels.gpu.graphs.CUDARecorder", return_value=CallingRecorder()),
+        mock.patch.dict("os.environ", {GRAPHS_VARIABLE: "0"}),
         mock.patch.object(torch.cuda, "_lazy_init"),
         mock.patch.object(torch.cuda, "is_available", return_value=True),
         mock.patch.object(torch.cuda, "device_count", return_value=1),

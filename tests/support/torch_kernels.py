@@ -1,8 +1,4 @@
-"""The GPU kernels in torch's operators, row by row, in any precision: for tests of code that needs kernels of a pool.
-
-A slot below 0 is never written, and reading one is an error. They keep no mask and no span: all that they see is
-`DeviceRows`, as the Triton kernels.
-"""
+"""Slow kernels of the GPU's interface on torch's operators, row by row: for tests of what surrounds the kernels."""
 
 from typing import Any
 
@@ -13,52 +9,58 @@ from foredraft.kernels.gpu.loading import GPUKernels
 from foredraft.kernels.gpu.rows import DeviceRows
 
 
+def list_slots(rows: DeviceRows, row: int) -> Tensor:
+    """Return the slots that a row sees, in order of rank."""
+    start, size = int(rows.start[row]), rows.page_size
+    ranks = torch.arange(start)
+    table = rows.pages[int(rows.page_at[row]) :]
+    at = int(rows.tail_at[row])
+    return torch.cat([table[ranks // size] * size + ranks % size, rows.tails[at : at + int(rows.tail[row])]])
+
+
+def attend(
+    query: Tensor, keys: Tensor, values: Tensor, rows: DeviceRows, scale: float, window: int = 0, softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Compute attention [T, Hq, D], each row by itself."""
+    assert int(rows.first_row[0]) == 0
+    assert int(rows.first_row[rows.num_requests]) == len(query), "rows without a request are not computed"
+    assert len(rows.first_row) == rows.num_requests + 1
+    assert not softcap
+    assert sinks is None
+    group = query.shape[1] // keys.shape[1]
+    out = torch.full((len(query), query.shape[1], values.shape[2]), torch.nan, dtype=query.dtype)
+    for request in range(rows.num_requests):
+        for row in range(int(rows.first_row[request]), int(rows.first_row[request + 1])):
+            slots = list_slots(rows, row)[-window:]
+            assert len(slots) <= rows.longest
+            k, v = (x[slots].repeat_interleave(group, 1) for x in (keys, values))
+            weights = (torch.einsum("hd,lhd->hl", query[row], k) * scale).softmax(-1)
+            out[row] = torch.einsum("hl,lhd->hd", weights, v)
+    return out
+
+
+def store(k: Tensor, v: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+    """Copy keys and values to their slots; a row with a negative slot is skipped."""
+    for row, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            keys[slot], values[slot] = k[row], v[row]
+
+
+def move(table: list[Tensor], sources: Tensor, targets: Tensor) -> None:
+    """Copy slots to other slots in every tensor."""
+    for tensor in table:
+        tensor[targets] = tensor[sources].clone()
+
+
 class TorchKernels(GPUKernels):
-    """GPUKernels that take tensors of every type."""
+    """Kernels that take every type, float64 too."""
 
     def can_attend(self, query: Tensor, keys: Tensor, values: Tensor) -> bool:
         return True
 
 
-def attend(
-    query: Tensor, keys: Tensor, values: Tensor, rows: DeviceRows, scale: float, window: int, softcap: float,
-    sinks: Tensor | None,
-) -> Tensor:  # fmt: skip
-    assert softcap == 0
-    assert sinks is None
-    assert rows.first_row.tolist() == sorted(rows.first_row.tolist())
-    group, out = query.shape[1] // keys.shape[1], []
-    first_rows = [int(rows.first_row[b]) for b in range(rows.num_requests) for _ in range(_count_rows(rows, b))]
-    for row, first in enumerate(first_rows):
-        start = int(rows.start[first])  # the kernel reads both at the first row of a block
-        ranks = torch.arange(start)
-        pages = rows.pages[int(rows.page_at[first]) :][ranks // rows.page_size]
-        tail = rows.tails[int(rows.tail_at[row]) :][: int(rows.tail[row])]
-        assert start + len(tail) <= rows.longest
-        slots = torch.cat([pages * rows.page_size + ranks % rows.page_size, tail])[-window:].long()
-        assert (slots >= 0).all()
-        k, v = (x[slots].repeat_interleave(group, 1) for x in (keys, values))
-        weights = (torch.einsum("hd,lhd->hl", query[row], k) * scale).softmax(-1)
-        out.append(torch.einsum("hl,lhd->hd", weights, v))
-    return torch.stack(out)
-
-
-def _count_rows(rows: DeviceRows, b: int) -> int:
-    return int(rows.first_row[b + 1] - rows.first_row[b])
-
-
-def store(k: Tensor, v: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-    is_kept = slots >= 0
-    keys[slots[is_kept]], values[slots[is_kept]] = k[is_kept], v[is_kept]
-
-
-def move(table: list[Tensor], sources: Tensor, targets: Tensor) -> None:
-    for tensor in table:
-        tensor[targets] = tensor[sources]
-
-
 def make_torch_kernels() -> GPUKernels:
-    def keep(tensors: Any) -> Any:
-        return tensors
-
-    return TorchKernels(attend, store, move, keep, 1024)
+    """Make the kernels of a pool on the CPU."""
+    make_table: Any = list
+    return TorchKernels(attend, store, move, make_table, 1024)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from foredraft.errors import ForedraftError
 from foredraft.kernels.gpu.rows import DeviceRows
 from foredraft.kernels.rows import PackedRows
 from foredraft.kv.allocator import NULL_PAGE
@@ -238,7 +239,15 @@ class ForwardBatch:
 
     @cached_property
     def attention_groups(self) -> tuple[AttentionGroup, ...]:
-        """Attention calls of the path without native code."""
+        """Attention calls of the path without native code.
+
+        Raises:
+            ForedraftError: the rows are those of a recorded pass: the masks of torch's operators have no fixed size.
+        """
+        if self.made_rows is not None:
+            raise ForedraftError(
+                "an attention layer runs on torch's operators, which need masks of the context's length"
+            )
         return _build_groups(self.spans, self.page_size, self.device)
 
     @cached_property

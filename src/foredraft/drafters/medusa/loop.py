@@ -12,6 +12,7 @@ from foredraft.drafters.common.device_loop.plan import MAX_REQUESTS, round_up
 from foredraft.drafters.common.tree_builder import NodeLogits
 from foredraft.drafters.draft import Draft
 from foredraft.drafters.medusa.request_tree import MedusaRequest
+from foredraft.errors import ForedraftError
 from foredraft.kernels.gpu.graphs import Outputs, ReplayCache
 from foredraft.kernels.gpu.staging import StagingBlock
 from foredraft.sampling import rng
@@ -145,7 +146,7 @@ class MedusaLoop:
         inputs.fill(requests)
         try:
             replay = self.cache.get(plan, HeadPass(self.compute_logits, self.vocab_size, inputs))
-        except RuntimeError as error:
+        except (RuntimeError, ForedraftError) as error:
             log.warning("the heads run one operator after another, because they cannot be recorded: %s", error)
             self._is_refused = True
             return None

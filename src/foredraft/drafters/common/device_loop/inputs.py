@@ -32,8 +32,9 @@ class LoopInputs:
     numbers: Tensor  # 0, 1, 2 and so on
 
     @classmethod
-    def make(cls, plan: LoopPlan, page_size: int, roots: Sequence[Tensor], device: torch.device) -> "LoopInputs":
+    def make(cls, plan: LoopPlan, page_size: int, roots: Sequence[Tensor]) -> "LoopInputs":
         """Make the inputs of a plan. `roots` are those of some requests, as samples of their shapes and dtypes."""
+        device = roots[0].device
         block = StagingBlock.make(_list_fields(plan, page_size), device)
         made = tuple(root.new_zeros(plan.num_requests, *root.shape[1:]) for root in roots)
         levels = plan.shape.levels if isinstance(plan.shape, FixedShape) else ()

@@ -17,7 +17,8 @@ from foredraft.drafters.common.device_loop.recording import LoopFunction, LoopNe
 from foredraft.drafters.common.growing_kv_draft import GrowingKVDraft
 from foredraft.drafters.common.level_loop import GrowingDraft
 from foredraft.drafters.common.tree_builder import ScoredChild, TreeSpec
-from foredraft.kernels.gpu.graphs import GraphMemory, Outputs, ReplayCache, make_recorder
+from foredraft.errors import ForedraftError
+from foredraft.kernels.gpu.graphs import GraphMemory, Outputs, Recorder, ReplayCache, make_recorder
 from foredraft.kv.pool import KVPool
 
 log = logging.getLogger(__name__)
@@ -31,20 +32,19 @@ class DraftLoop:
     Args:
         network: the draft network.
         tree_spec: shape of the drafter's trees.
-        cache: recordings.
-        device: device of the network.
+        recorder: recorder of the device.
         pool: its KV cache; None = it has none.
     """
 
     network: LoopNetwork
     tree_spec: TreeSpec
-    cache: ReplayCache
-    device: torch.device
+    recorder: Recorder
     pool: KVPool | None = None
     num_replays: int = 0
     refusals: dict[str, int] = field(default_factory=dict)  # reason -> number of proposals that grew level by level
     _inputs: dict[LoopPlan, LoopInputs] = field(default_factory=dict)
-    _addresses: tuple[int, ...] = ()  # of the KV cache that the recordings use
+    _cache: ReplayCache | None = None  # made at the first recording
+    _layout_version: int = -1  # of the KV cache, when the recordings were made
     _is_refused: bool = False  # whether a recording failed
 
     @torch.inference_mode()
@@ -80,11 +80,10 @@ class DraftLoop:
 
     def _keeps_addresses(self, pool: KVPool) -> bool:
         """Return whether the KV cache is whole and has kernels; drop the recordings if it has moved."""
-        addresses = tuple(x.data_ptr() for pair in pool.layers.values() for x in pair)
-        if addresses != self._addresses:
-            self.cache.clear()
-            self._addresses = addresses
-        return bool(addresses) and pool.is_whole and pool.kernels is not None
+        if self._cache is not None and self._layout_version != pool.layout_version:
+            self._cache.clear()
+        self._layout_version = pool.layout_version
+        return bool(pool.layers) and pool.is_whole and pool.kernels is not None
 
     def _run(
         self, plan: LoopPlan, drafts: Sequence[GrowingDraft], starts: Sequence[int] | None, roots: Sequence[Tensor],
@@ -92,18 +91,25 @@ class DraftLoop:
     ) -> Outputs | None:  # fmt: skip
         """Replay the recording of a plan. The outputs last until the next replay; None if it cannot be recorded."""
         if plan not in self._inputs:
-            self._inputs[plan] = LoopInputs.make(plan, page_size, roots, self.device)
+            self._inputs[plan] = LoopInputs.make(plan, page_size, roots)
         inputs = self._inputs[plan]
         inputs.fill([draft.builder for draft in drafts], starts, roots)
         try:
-            replay = self.cache.get(plan, LoopFunction(self.network, inputs))
-        except RuntimeError as error:
+            replay = self._find_cache().get(plan, LoopFunction(self.network, inputs))
+        except (RuntimeError, ForedraftError) as error:  # a wait for the device, an operator that cannot be captured
             log.warning("drafts grow level by level, because their loop cannot be recorded: %s", error)
             self._is_refused = True
             return None
         replay()
         self.num_replays += 1
         return replay.outputs
+
+    def _find_cache(self) -> ReplayCache:
+        """Return the recordings. They share the memory of the engine's, if the KV cache has it."""
+        if self._cache is None:
+            memory = None if self.pool is None else self.pool.graph_memory
+            self._cache = ReplayCache(self.recorder, memory or GraphMemory(GRAPH_MEMORY))
+        return self._cache
 
     def _rebuild(self, plan: LoopPlan, drafts: Sequence[GrowingDraft], outputs: Outputs) -> None:
         """Give the children that the device chose to the builders, level by level."""
@@ -152,7 +158,5 @@ def make_draft_loop(
     Returns:
         The loop; None if the drafts grow level by level: on a CPU, and on a GPU without Triton kernels for the cache.
     """
-    if pool is not None and pool.kernels is None:
-        return None
-    cache = make_replay_cache(device)
-    return None if cache is None else DraftLoop(network, tree_spec, cache, device, pool)
+    recorder = make_recorder(device) if pool is None else pool.recorder
+    return None if recorder is None else DraftLoop(network, tree_spec, recorder, pool)
