@@ -10,7 +10,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from foredraft.kernels.gpu.graphs import CallingRecorder
+from foredraft.kernels.gpu.graphs import CallingRecorder, Recorder
+from foredraft.kernels.gpu.loading import GPUKernels
 from foredraft.kv.allocator import PageAllocator
 from foredraft.kv.pool import KVPool
 from foredraft.request import Batch, Request
@@ -24,19 +25,21 @@ PAGE_SIZE, NUM_PAGES = 4, 200
 
 
 @contextmanager
-def record_on_cpu() -> Iterator[None]:
-    """Make drafters as on a GPU: with kernels in their pools, and loops whose recordings call the function."""
+def record_loops(recorder: Recorder, kernels: GPUKernels) -> Iterator[None]:
+    """Make drafters as on a GPU: with kernels in their pools, and loops."""
     with (
-        mock.patch("foredraft.kv.pool.select_kernels", return_value=make_torch_kernels()),
-        mock.patch("foredraft.kv.pool.make_recorder", return_value=CallingRecorder()),
-        mock.patch("foredraft.drafters.common.device_loop.loop.make_recorder", return_value=CallingRecorder()),
+        mock.patch("foredraft.kv.pool.select_kernels", return_value=kernels),
+        mock.patch("foredraft.kv.pool.make_recorder", return_value=recorder),
+        mock.patch("foredraft.drafters.common.device_loop.loop.make_recorder", return_value=recorder),
     ):
         yield
 
 
-def make_pair(make: Callable[[], Any]) -> tuple[Any, Any]:
-    """Make a drafter with a loop, and one without."""
-    with record_on_cpu():
+def make_pair(
+    make: Callable[[], Any], recorder: Recorder | None = None, kernels: GPUKernels | None = None
+) -> tuple[Any, Any]:
+    """Make a drafter with a loop, and one without. By default recordings call the function."""
+    with record_loops(recorder or CallingRecorder(), kernels or make_torch_kernels()):
         pair = make(), make()
     for drafter in pair:
         pool = get_pool(drafter)
@@ -60,6 +63,7 @@ class Twins:
     reference: Any
     width: int  # of the features
     vocab_size: int
+    device: str = "cpu"
     random: Random = field(default_factory=lambda: Random(3))
     allocator: PageAllocator = field(default_factory=lambda: PageAllocator(NUM_PAGES, PAGE_SIZE))
     requests: list[Request] = field(default_factory=list)
@@ -90,7 +94,8 @@ class Twins:
         assert tree.parents == expected.parents
         assert (tree.q is None) == (expected.q is None)
         if tree.q is not None:
-            torch.testing.assert_close(tree.q, expected.q, rtol=1e-9, atol=1e-12)
+            assert expected.q is not None
+            torch.testing.assert_close(tree.q.cpu(), expected.q.cpu(), rtol=1e-9, atol=1e-12)
         paths, tokens = [], []
         for b in range(len(budgets)):
             path = self._choose_path(tree, b)
@@ -115,7 +120,7 @@ class Twins:
         batch = Batch(tuple(self.requests), tuple(new), tuple(granted), PAGE_SIZE)
         longest = max(map(len, paths))
         noise = torch.Generator().manual_seed(self.random.randrange(1 << 30))
-        features = torch.randn(len(paths), longest, self.width, generator=noise, dtype=torch.float64)
+        features = torch.randn(len(paths), longest, self.width, generator=noise, dtype=torch.float64).to(self.device)
         commit = Commit.from_lists(paths, tokens, features=features)
         for drafter in (self.looping, self.reference):
             drafter.observe(batch, commit)
@@ -132,4 +137,4 @@ class Twins:
 
 def _list_kv(drafter: Any) -> list[Tensor]:
     pool = get_pool(drafter)
-    return [] if pool is None else [x for pair in pool.layers.values() for x in pair]
+    return [] if pool is None else [x.cpu() for pair in pool.layers.values() for x in pair]

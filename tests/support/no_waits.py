@@ -27,7 +27,9 @@ class NoWaits(TorchDispatchMode):
         if not _suspended:
             assert packet not in WAITS, f"{func} waits for the device"
             tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-            is_on_gpu = [isinstance(x, PretendTensor) for x in tensors]
+            # a number that becomes a part of a launch, as in x[0] = 1, is no copy
+            is_number = packet is aten.lift_fresh and tensors[0].dim() == 0
+            is_on_gpu = [is_number or isinstance(x, PretendTensor) for x in tensors]
             is_copy = packet in COPIES and not all(is_on_gpu)
             to_host = isinstance(kwargs.get("device"), torch.device) and kwargs["device"].type == "cpu"
             assert not is_copy, f"{func} copies between host and device"

@@ -29,6 +29,7 @@ MIXING = {
     aten.index_put,
     aten._index_put_impl_,
     aten.copy,
+    Tensor.copy_,
     Tensor.__getitem__,
     Tensor.__setitem__,
 }
@@ -102,7 +103,7 @@ def run_operator(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
                 raise RuntimeError(f"{func} has tensors on cuda:0 and on the CPU: {[tuple(x.shape) for x in tensors]}")
     devices = [x for x in leaves if isinstance(x, torch.device)]
     is_on_gpu = devices[0].type == "cuda" if devices else bool(on_gpu)
-    if packet is aten.copy_:
+    if packet in (aten.copy_, Tensor.copy_):
         is_on_gpu = isinstance(args[0], PretendTensor)
     wrappers = {id(x.inner): x for x in on_gpu}
     kwargs = {name: x for name, x in kwargs.items() if name != "pin_memory"}

@@ -8,7 +8,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from foredraft.kernels.gpu.rows import ALIGNMENT
+from foredraft.kernels.gpu.rows import ALIGNMENT, make_staging
 
 Fields = Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # name -> shape, and dtype of 4 or 8 bytes
 
@@ -27,7 +27,7 @@ class StagingBlock:
         """Make a block of zeros with these lists; on CUDA the host's side is pinned."""
         words = [prod(shape) * dtype.itemsize // 4 for shape, dtype in fields.values()]
         ends = list(accumulate(-(-count // ALIGNMENT) * ALIGNMENT for count in words))
-        host = torch.zeros(ends[-1], dtype=torch.int32, pin_memory=device.type == "cuda")
+        host = make_staging(ends[-1], device)
         there = torch.zeros(ends[-1], dtype=torch.int32, device=device)
 
         def view(block: Tensor) -> dict[str, Tensor]:

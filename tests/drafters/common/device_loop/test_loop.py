@@ -14,9 +14,15 @@ from foredraft.drafters.common.step_drafter import GrowingStepDraft
 from foredraft.drafters.common.tree_builder import TreeOptions
 from foredraft.drafters.method import DrafterContext
 from foredraft.drafters.registry import load_methods
+from foredraft.kernels.gpu.loading import GPUKernels
+from foredraft.kernels.gpu.rows import DeviceRows
+from foredraft.models.hf import HFModel
 from foredraft.sampling.params import Sampling
 from tests.support import tiny_models
 from tests.support.draft_loops import Twins, make_pair
+from tests.support.no_waits import StrictRecorder, allow_waits
+from tests.support.pretend_gpu import DEVICE, PretendTensor, pretend_gpu
+from tests.support.torch_kernels import make_torch_kernels
 
 VOCAB = tiny_models.VOCAB
 # Training settings that make an untrained head, by title.
@@ -57,19 +63,20 @@ def make_weights(title: str) -> tuple[Any, dict[str, Tensor]]:
     return network.shape, {key: x.double() if x.is_floating_point() else x for key, x in network.state_dict().items()}
 
 
-def make_twins(title: str, depth: int, options: Mapping[str, Any]) -> Twins:
-    """Make twins of a head, or of a draft model."""
-    target = tiny_models.plain().target
+def make_twins(title: str, depth: int, options: Mapping[str, Any], target: HFModel | None = None, **how: Any) -> Twins:
+    """Make twins of a head, or of a draft model; `how` goes to `make_pair`."""
+    target = target or tiny_models.plain().target
+    device = target.device
     if title not in HEADS:
-        pair = make_pair(lambda: tiny_models.draft_model(depth, options=TreeOptions(**options)))
-        return Twins(*pair, width=32, vocab_size=VOCAB)
+        pair = make_pair(lambda: tiny_models.draft_model(depth, options=TreeOptions(**options), device=device), **how)
+        return Twins(*pair, width=32, vocab_size=VOCAB, device=str(device))
     shape, tensors = make_weights(title)
     method = load_methods()[HEADS[title][0]]
-    context = DrafterContext(VOCAB, target, depth, dtype=torch.float64, fused=False)
+    context = DrafterContext(VOCAB, target, depth, dtype=torch.float64, device=device, fused=False)
     checkpoint = Checkpoint(method.name, "made", "an untrained head", shape, tensors)
     make: Any = method.from_checkpoint
-    pair = make_pair(lambda: make(method.config(**options), checkpoint, context))
-    return Twins(*pair, width=32 * len(pair[0].spec.hidden_layers), vocab_size=VOCAB)
+    pair = make_pair(lambda: make(method.config(**options), checkpoint, context), **how)
+    return Twins(*pair, width=32 * len(pair[0].spec.hidden_layers), vocab_size=VOCAB, device=str(device))
 
 
 def run_steps(twins: Twins, requests: Sequence[tuple[Sampling, str]], budgets: Sequence[Sequence[int]]) -> list[Any]:
@@ -167,3 +174,41 @@ def test_q_outlives_the_next_replay() -> None:
     twins.step([9])
     assert twins.looping.loop.num_replays == 2
     assert torch.equal(first, kept)
+
+
+def wrap_kernels() -> GPUKernels:
+    """Make kernels on a pretended GPU. A stand-in may wait, as a kernel does not."""
+    kernels = make_torch_kernels()
+
+    def unwrap(value: Any) -> Any:
+        if isinstance(value, DeviceRows):
+            return replace(value, **{name: x.inner for name, x in vars(value).items() if isinstance(x, Tensor)})
+        return value.inner if isinstance(value, PretendTensor) else value
+
+    def wrap(run: Any) -> Any:
+        def run_on_host(*args: Any) -> Any:
+            with allow_waits():
+                result = run(*map(unwrap, args))
+            return None if result is None else PretendTensor(result)
+
+        return run_on_host
+
+    return replace(kernels, attend=wrap(kernels.attend), store=wrap(kernels.store))
+
+
+@pytest.mark.parametrize("title", [*HEADS, "draft_model"])
+def test_loops_neither_wait_nor_copy(title: str) -> None:
+    """On a pretended GPU, where tensors of two devices cannot meet."""
+    with pretend_gpu():
+        options = {"medusa": {"tree_nodes": 9}, "blockwise": CHAIN}.get(title, DYNAMIC)
+        target = HFModel.wrap_model(tiny_models.move_copy(tiny_models.target(), DEVICE), "tiny")
+        twins = make_twins(
+            title,
+            3,
+            options,
+            target,
+            recorder=StrictRecorder(),
+            kernels=wrap_kernels(),
+        )
+        run_steps(twins, [(GREEDY, "match"), (SAMPLED, "reject"), (SAMPLED, "match")], BUDGETS[:2])
+        assert twins.looping.loop.num_replays == 2
