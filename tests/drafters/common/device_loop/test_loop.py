@@ -4,16 +4,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from foredraft.checkpoints.schema import Checkpoint
+from foredraft.drafters.common.device_loop.plan import LoopPlan, plan_loop
 from foredraft.drafters.common.step_drafter import GrowingStepDraft
-from foredraft.drafters.common.tree_builder import TreeOptions
+from foredraft.drafters.common.tree_builder import TreeBuilder, TreeOptions, TreeSpec
 from foredraft.drafters.method import DrafterContext
 from foredraft.drafters.registry import load_methods
+from foredraft.kernels.gpu.graphs import CallingRecorder
 from foredraft.kernels.gpu.loading import GPUKernels
 from foredraft.kernels.gpu.rows import DeviceRows
 from foredraft.models.hf import HFModel
@@ -22,6 +25,7 @@ from tests.support import tiny_models
 from tests.support.draft_loops import Twins, make_pair
 from tests.support.no_waits import StrictRecorder, allow_waits
 from tests.support.pretend_gpu import DEVICE, PretendTensor, pretend_gpu
+from tests.support.requests import make_request
 from tests.support.torch_kernels import make_torch_kernels
 
 VOCAB = tiny_models.VOCAB
@@ -212,3 +216,77 @@ def test_loops_neither_wait_nor_copy(title: str) -> None:
         )
         run_steps(twins, [(GREEDY, "match"), (SAMPLED, "reject"), (SAMPLED, "match")], BUDGETS[:2])
         assert twins.looping.loop.num_replays == 2
+
+
+@pytest.mark.parametrize(
+    "run",
+    [lambda x: x.sum().item(), lambda x: x[x > 1], lambda x: x.cpu(), lambda x: torch.tensor([1.0], device="cuda")],
+)
+def test_a_wait_in_a_recording_is_found(run: Any) -> None:
+    with pretend_gpu():
+        x = torch.arange(3.0, device="cuda")
+        with pytest.raises(AssertionError, match=r"waits|copies|counts"):
+            StrictRecorder().record(lambda: (run(x),))
+
+
+class RefusingRecorder(CallingRecorder):
+    """Recorder of a model that waits for the device."""
+
+    def record(self, run: Any) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+
+def test_a_loop_that_cannot_be_recorded_drafts_level_by_level(caplog: pytest.LogCaptureFixture) -> None:
+    twins = make_twins("eagle", 3, DYNAMIC, recorder=RefusingRecorder())
+    run_steps(twins, [(GREEDY, "match"), (SAMPLED, "reject")], [[9, 9], [9, 3]])
+    assert twins.looping.loop.refusals == {"a pass that cannot be recorded": 2}
+    assert len([r for r in caplog.records if "not permitted" in r.message]) == 1  # said once
+
+
+@pytest.mark.parametrize(
+    ("kinds", "options", "reason"),
+    [
+        ([(replace(GREEDY, frequency_penalty=0.5), "match")], CHAIN, "logits that depend"),
+        ([(replace(SAMPLED, typical_p=0.5), "match")], CHAIN, "typical_p"),
+        ([(GREEDY, "match")], {"min_confidence": 0.01}, "min_confidence"),
+        ([(SAMPLED, "spectr")], {"num_drafts": 3}, "sampled independently"),
+        ([(GREEDY, "match"), (SAMPLED, "block")], DYNAMIC, "different kinds"),
+    ],
+)
+def test_what_the_loop_does_not_take_grows_level_by_level(kinds: Any, options: Mapping[str, Any], reason: str) -> None:
+    twins = make_twins("eagle", 2, options)
+    run_steps(twins, kinds, [[5] * len(kinds)])
+    loop = twins.looping.loop
+    assert loop.num_replays == 0
+    assert [reason in found for found in loop.refusals] == [True]
+
+
+def test_a_recording_has_64_drafts_at_most() -> None:
+    spec = TreeSpec.from_options(3)
+    builder = TreeBuilder(make_request(0, [1], GREEDY), spec)
+    plan = plan_loop([builder] * 33, spec, None)
+    assert isinstance(plan, LoopPlan)
+    assert plan.num_requests == 64
+    assert plan_loop([builder] * 65, spec, None) == "more than 64 drafts at once"
+
+
+def test_recordings_are_made_anew_if_the_kv_cache_moved() -> None:
+    twins = make_twins("draft_model", 3, CHAIN)
+    run_steps(twins, [(GREEDY, "match")], [[3]])
+    with mock.patch.object(CallingRecorder, "record", autospec=True, side_effect=CallingRecorder.record) as record:
+        twins.step([3])
+        assert not record.called
+    for drafter in (twins.looping, twins.reference):
+        drafter.forget([0])
+        drafter.lm.pool.clear()
+    with mock.patch.object(CallingRecorder, "record", autospec=True, side_effect=CallingRecorder.record) as record:
+        twins.step([3])
+        assert record.called
+    assert twins.looping.loop.num_replays == 3
+
+
+def test_a_kv_cache_that_may_grow_is_not_recorded() -> None:
+    twins = make_twins("eagle", 3, CHAIN)
+    twins.looping.lm.pool.is_whole = twins.reference.lm.pool.is_whole = False
+    run_steps(twins, [(GREEDY, "match")], [[3]])
+    assert twins.looping.loop.refusals == {"a KV cache that may still grow": 1}
