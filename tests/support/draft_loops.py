@@ -36,7 +36,10 @@ def record_loops(recorder: Recorder, kernels: GPUKernels) -> Iterator[None]:
 
 
 def make_pair(
-    make: Callable[[], Any], recorder: Recorder | None = None, kernels: GPUKernels | None = None
+    make: Callable[[], Any],
+    recorder: Recorder | None = None,
+    kernels: GPUKernels | None = None,
+    num_slots: int = PAGE_SIZE * NUM_PAGES,
 ) -> tuple[Any, Any]:
     """Make a drafter with a loop, and one without. By default recordings call the function."""
     with record_loops(recorder or CallingRecorder(), kernels or make_torch_kernels()):
@@ -44,7 +47,7 @@ def make_pair(
     for drafter in pair:
         pool = get_pool(drafter)
         if pool is not None:
-            pool.capacity, pool.is_whole = PAGE_SIZE * NUM_PAGES, True
+            pool.capacity, pool.is_whole = num_slots, True
     assert pair[0].loop is not None
     pair[1].loop = None
     return pair
@@ -64,9 +67,16 @@ class Twins:
     width: int  # of the features
     vocab_size: int
     device: str = "cpu"
+    dtype: torch.dtype = torch.float64
+    tolerance: float = 1e-9
+    page_size: int = PAGE_SIZE
+    num_pages: int = NUM_PAGES
     random: Random = field(default_factory=lambda: Random(3))
-    allocator: PageAllocator = field(default_factory=lambda: PageAllocator(NUM_PAGES, PAGE_SIZE))
+    allocator: PageAllocator = field(init=False)
     requests: list[Request] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.allocator = PageAllocator(self.num_pages, self.page_size)
 
     def add(self, sampling: Sampling, rule: str = "match", length: int = 1, room: int = 70, **spec: Any) -> Request:
         """Add a request with `length` committed tokens before the last."""
@@ -88,14 +98,14 @@ class Twins:
     @torch.inference_mode()
     def step(self, budgets: Sequence[int], stream: int = 0) -> TokenTree:
         """Draft with both, compare, and commit a part of the draft."""
-        batch = Batch(tuple(self.requests), tuple(1 for _ in budgets), tuple(budgets), PAGE_SIZE, stream)
+        batch = Batch(tuple(self.requests), tuple(1 for _ in budgets), tuple(budgets), self.page_size, stream)
         tree, expected = (drafter.propose(batch) for drafter in (self.looping, self.reference))
         assert tree.tokens == expected.tokens
         assert tree.parents == expected.parents
         assert (tree.q is None) == (expected.q is None)
         if tree.q is not None:
             assert expected.q is not None
-            torch.testing.assert_close(tree.q.cpu(), expected.q.cpu(), rtol=1e-9, atol=1e-12)
+            torch.testing.assert_close(tree.q.cpu(), expected.q.cpu(), rtol=self.tolerance, atol=self.tolerance)
         paths, tokens = [], []
         for b in range(len(budgets)):
             path = self._choose_path(tree, b)
@@ -117,11 +127,11 @@ class Twins:
     def _commit(
         self, new: Sequence[int], granted: Sequence[int], paths: list[list[int]], tokens: list[list[int]]
     ) -> None:
-        batch = Batch(tuple(self.requests), tuple(new), tuple(granted), PAGE_SIZE)
+        batch = Batch(tuple(self.requests), tuple(new), tuple(granted), self.page_size)
         longest = max(map(len, paths))
         noise = torch.Generator().manual_seed(self.random.randrange(1 << 30))
-        features = torch.randn(len(paths), longest, self.width, generator=noise, dtype=torch.float64).to(self.device)
-        commit = Commit.from_lists(paths, tokens, features=features)
+        features = torch.randn(len(paths), longest, self.width, generator=noise, dtype=torch.float64)
+        commit = Commit.from_lists(paths, tokens, features=features.to(self.device, self.dtype))
         for drafter in (self.looping, self.reference):
             drafter.observe(batch, commit)
         for request, path, following in zip(self.requests, paths, tokens, strict=True):
@@ -131,8 +141,8 @@ class Twins:
     def _compare_pools(self) -> None:
         """Compare the KV of both, and look for a write to the null page."""
         for mine, theirs in zip(_list_kv(self.looping), _list_kv(self.reference), strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-12, equal_nan=True)
-            assert not mine[:PAGE_SIZE].any()
+            torch.testing.assert_close(mine, theirs, rtol=self.tolerance, atol=self.tolerance, equal_nan=True)
+            assert not mine[: self.page_size].any()
 
 
 def _list_kv(drafter: Any) -> list[Tensor]:

@@ -2,19 +2,28 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from foredraft.kernels.gpu.graphs import CallingRecorder, CallingReplay, Outputs
+from foredraft.kernels.gpu.loading import GPUKernels
+from foredraft.kernels.gpu.rows import DeviceRows
 from tests.support.pretend_gpu import PretendTensor
+from tests.support.torch_kernels import make_torch_kernels
 
 aten = torch.ops.aten
-WAITS = {aten._local_scalar_dense, aten.nonzero, aten.equal, aten.masked_select, aten.is_nonzero}
-COPIES = {aten._to_copy, aten.copy_, aten.lift_fresh}
+# Composite operators are seen as such in inference mode.
+WAITS = {
+    aten._local_scalar_dense, aten.item, aten.is_nonzero, aten.equal, aten.allclose, aten.nonzero, aten.argwhere,
+    aten.masked_select, aten.unique_dim, aten._unique2, aten.bincount,
+}  # fmt: skip
+COPIES = {aten._to_copy, aten.to, aten.copy_, aten.lift_fresh}
 _suspended: list[bool] = []
 
 
@@ -33,10 +42,28 @@ class NoWaits(TorchDispatchMode):
             is_copy = packet in COPIES and not all(is_on_gpu)
             to_host = isinstance(kwargs.get("device"), torch.device) and kwargs["device"].type == "cpu"
             assert not is_copy, f"{func} copies between host and device"
-            assert not (packet is aten._to_copy and to_host), f"{func} copies to the host"
+            assert not (packet in COPIES and to_host), f"{func} copies to the host"
             if packet in (aten.index, aten.index_put_, aten.index_put):
                 assert not any(x.dtype == torch.bool for x in tensors[1:]), f"{func} counts the rows of a mask"
         return func(*args, **kwargs)
+
+
+# Methods that the pretended GPU answers before operators are dispatched.
+WAITING_METHODS = (
+    Tensor.tolist, Tensor.item, Tensor.cpu, Tensor.numpy, Tensor.__bool__, Tensor.__int__, Tensor.__float__,
+    Tensor.__index__,
+)  # fmt: skip
+
+
+class NoWaitingMethods(TorchFunctionMode):
+    """The same for methods of tensors."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not _suspended:
+            assert func not in WAITING_METHODS, f"{func} waits for the device"
+            is_copy = func is Tensor.copy_ and not isinstance(args[1], PretendTensor)
+            assert not is_copy, f"{func} copies from the host"
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager
@@ -54,7 +81,27 @@ class StrictRecorder(CallingRecorder):
 
     def record(self, run: Callable[[], Outputs]) -> CallingReplay:
         def run_strictly() -> Outputs:
-            with NoWaits():
+            with NoWaits(), NoWaitingMethods():
                 return run()
 
         return super().record(run_strictly)
+
+
+def wrap_kernels() -> GPUKernels:
+    """Make kernels on a pretended GPU. A stand-in may wait, as a kernel does not."""
+    kernels = make_torch_kernels()
+
+    def unwrap(value: Any) -> Any:
+        if isinstance(value, DeviceRows):
+            return replace(value, **{name: x.inner for name, x in vars(value).items() if isinstance(x, Tensor)})
+        return value.inner if isinstance(value, PretendTensor) else value
+
+    def wrap(run: Any) -> Any:
+        def run_on_host(*args: Any) -> Any:
+            with allow_waits():
+                result = run(*map(unwrap, args))
+            return None if result is None else PretendTensor(result)
+
+        return run_on_host
+
+    return replace(kernels, attend=wrap(kernels.attend), store=wrap(kernels.store))

@@ -252,7 +252,9 @@ class ForwardBatch:
 
     @cached_property
     def packed_rows(self) -> PackedRows:
-        """Rows in the layout of the native code."""
+        """Rows in the layout of the native code. Raises ForedraftError for rows of a recorded pass."""
+        if self.made_rows is not None:
+            raise ForedraftError("native CPU code is not recorded")
         return PackedRows.pack(self.spans, self.logit_row_list, self.page_size)
 
     @cached_property

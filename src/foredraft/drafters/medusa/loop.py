@@ -169,7 +169,7 @@ def _fill_drafts(plan: HeadPlan, requests: Sequence[MedusaRequest], outputs: Out
     if not plan.num_races:
         return [entry.fill_likeliest(ids) for entry, ids in zip(requests, likeliest, strict=False)]
     sampled = numbers[heads * width :].view(b, plan.num_races, width).tolist()
-    q = outputs[1][: len(requests)].clone()  # it outlives the next replay
+    q = outputs[1]  # `fill_sampled` copies the rows
     return [
         entry.fill_sampled(sampled[i], q[i]) if entry.is_random else entry.fill_likeliest(likeliest[i])
         for i, entry in enumerate(requests)

@@ -1,94 +1,34 @@
 """Recorded draft loops: the drafts, q and KV of growth level by level, for every network and shape."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor, nn
 
-from foredraft.checkpoints.schema import Checkpoint
 from foredraft.drafters.common.device_loop.plan import LoopPlan, plan_loop
 from foredraft.drafters.common.step_drafter import GrowingStepDraft
-from foredraft.drafters.common.tree_builder import TreeBuilder, TreeOptions, TreeSpec
-from foredraft.drafters.method import DrafterContext
-from foredraft.drafters.registry import load_methods
+from foredraft.drafters.common.tree_builder import TreeBuilder, TreeSpec
 from foredraft.kernels.gpu.graphs import CallingRecorder
-from foredraft.kernels.gpu.loading import GPUKernels
-from foredraft.kernels.gpu.rows import DeviceRows
 from foredraft.models.hf import HFModel
-from foredraft.sampling.params import Sampling
 from tests.support import tiny_models
-from tests.support.draft_loops import Twins, make_pair
-from tests.support.no_waits import StrictRecorder, allow_waits
-from tests.support.pretend_gpu import DEVICE, PretendTensor, pretend_gpu
+from tests.support.loop_heads import (
+    BUDGETS,
+    CHAIN,
+    DYNAMIC,
+    GREEDY,
+    HEADS,
+    SAMPLED,
+    SHAPES,
+    STATIC,
+    make_twins,
+    run_steps,
+)
+from tests.support.no_waits import StrictRecorder, wrap_kernels
+from tests.support.pretend_gpu import DEVICE, pretend_gpu
 from tests.support.requests import make_request
-from tests.support.torch_kernels import make_torch_kernels
-
-VOCAB = tiny_models.VOCAB
-# Training settings that make an untrained head, by title.
-HEADS: dict[str, tuple[str, Mapping[str, Any]]] = {
-    "eagle": ("eagle", {}),
-    "eagle3": ("eagle3", {"taps": (1,), "draft_vocab_size": 40}),
-    "mlp_speculator": ("mlp_speculator", {"n_predict": 6, "inner": 24}),
-    "hydra": ("hydra", {"heads": 6}),
-    "hydra++": ("hydra", {"heads": 6, "prefix": True}),
-    "blockwise": ("blockwise", {"heads": 6, "inner": 16}),
-    "medusa": ("medusa", {"heads": 6, "layers": 2}),
-}
-CHAIN, STATIC, DYNAMIC = {}, {"branching": (3, 2, 1, 1)}, {"tree_nodes": 9, "top_k": 3}
-SHAPES: dict[str, Mapping[str, Any]] = {"chain": CHAIN, "static": STATIC, "dynamic": DYNAMIC}
-STOPS = tuple(range(4))
-GREEDY = Sampling(max_tokens=90, temperature=0, stop_token_ids=STOPS)
-SAMPLED = Sampling(max_tokens=90, temperature=1.5, top_k=20, top_p=0.95, min_p=0.01, stop_token_ids=STOPS[:2])
-BUDGETS = ([9, 9, 9], [4, 0, 9], [9, 3, 1])
-
-
-@cache
-def make_weights(title: str) -> tuple[Any, dict[str, Tensor]]:
-    """Make the shape and large random weights of a head, so that no two tokens have similar states."""
-    name, settings = HEADS[title]
-    training = load_methods()[name].training
-    assert training is not None
-    assert training.create_trainee is not None
-    torch.manual_seed(5)
-    trainee: Any = training.create_trainee(training.config(loss="ce", **settings), tiny_models.plain().target, None)
-    network = trainee.network
-    if trainee.spec.prepare is not None:
-        trainee.spec.prepare(torch.arange(VOCAB) % 7)
-    for weight_name, weight in network.named_parameters():
-        if weight.dim() > 1:
-            nn.init.normal_(weight, std=0.4)
-        elif "norm" in weight_name:
-            nn.init.uniform_(weight, 0.5, 1.5)
-    return network.shape, {key: x.double() if x.is_floating_point() else x for key, x in network.state_dict().items()}
-
-
-def make_twins(title: str, depth: int, options: Mapping[str, Any], target: HFModel | None = None, **how: Any) -> Twins:
-    """Make twins of a head, or of a draft model; `how` goes to `make_pair`."""
-    target = target or tiny_models.plain().target
-    device = target.device
-    if title not in HEADS:
-        pair = make_pair(lambda: tiny_models.draft_model(depth, options=TreeOptions(**options), device=device), **how)
-        return Twins(*pair, width=32, vocab_size=VOCAB, device=str(device))
-    shape, tensors = make_weights(title)
-    method = load_methods()[HEADS[title][0]]
-    context = DrafterContext(VOCAB, target, depth, dtype=torch.float64, device=device, fused=False)
-    checkpoint = Checkpoint(method.name, "made", "an untrained head", shape, tensors)
-    make: Any = method.from_checkpoint
-    pair = make_pair(lambda: make(method.config(**options), checkpoint, context), **how)
-    return Twins(*pair, width=32 * len(pair[0].spec.hidden_layers), vocab_size=VOCAB, device=str(device))
-
-
-def run_steps(twins: Twins, requests: Sequence[tuple[Sampling, str]], budgets: Sequence[Sequence[int]]) -> list[Any]:
-    """Add requests of ragged lengths and draft with some budgets; returns the trees."""
-    for sampling, rule in requests:
-        twins.add(sampling, rule)
-    twins.start([1 + 7 * i % 11 for i in range(len(requests))])
-    return [twins.step(given) for given in budgets]
 
 
 @pytest.fixture(autouse=True)
@@ -154,8 +94,15 @@ def test_trees_wider_than_the_vocabulary_of_the_head() -> None:
     run_steps(make_twins("eagle3", 2, {"tree_nodes": 60, "top_k": 50}), [(GREEDY, "match")], [[60]])
 
 
+@pytest.mark.parametrize("options", SHAPES.values())
+def test_drafts_end_at_the_depth_of_their_request(options: Mapping[str, Any]) -> None:
+    twins = make_twins("eagle3", 4, options)
+    short = [(replace(sampling, max_tokens=length), "reject") for sampling, length in ((GREEDY, 4), (SAMPLED, 10))]
+    run_steps(twins, [(GREEDY, "match"), *short], [[9, 9, 9]])  # 1 and 8 tokens are committed
+
+
 def test_noise_of_a_merged_draft_has_its_stream() -> None:
-    twins = make_twins("eagle", 3, STATIC)
+    twins = make_twins("eagle3", 3, STATIC)
     run_steps(twins, [(SAMPLED, "reject"), (SAMPLED, "match")], [])
     twins.step([9, 9], stream=2)
     assert twins.looping.loop.num_replays == 1
@@ -171,33 +118,14 @@ def test_invalid_logits_end_a_draft_and_no_other() -> None:
     assert [len(tokens) > 1 for tokens in tree.tokens] == [True, False, True]
 
 
-def test_q_outlives_the_next_replay() -> None:
-    twins = make_twins("eagle", 3, DYNAMIC)
+@pytest.mark.parametrize(("title", "options"), [("eagle", DYNAMIC), ("medusa", {"tree_nodes": 9})])
+def test_q_outlives_the_next_replay(title: str, options: Mapping[str, Any]) -> None:
+    twins = make_twins(title, 3, options)
     first = run_steps(twins, [(SAMPLED, "reject")], [[9]])[0].q
     kept = first.clone()
     twins.step([9])
     assert twins.looping.loop.num_replays == 2
     assert torch.equal(first, kept)
-
-
-def wrap_kernels() -> GPUKernels:
-    """Make kernels on a pretended GPU. A stand-in may wait, as a kernel does not."""
-    kernels = make_torch_kernels()
-
-    def unwrap(value: Any) -> Any:
-        if isinstance(value, DeviceRows):
-            return replace(value, **{name: x.inner for name, x in vars(value).items() if isinstance(x, Tensor)})
-        return value.inner if isinstance(value, PretendTensor) else value
-
-    def wrap(run: Any) -> Any:
-        def run_on_host(*args: Any) -> Any:
-            with allow_waits():
-                result = run(*map(unwrap, args))
-            return None if result is None else PretendTensor(result)
-
-        return run_on_host
-
-    return replace(kernels, attend=wrap(kernels.attend), store=wrap(kernels.store))
 
 
 @pytest.mark.parametrize("title", [*HEADS, "draft_model"])
@@ -220,10 +148,19 @@ def test_loops_neither_wait_nor_copy(title: str) -> None:
 
 @pytest.mark.parametrize(
     "run",
-    [lambda x: x.sum().item(), lambda x: x[x > 1], lambda x: x.cpu(), lambda x: torch.tensor([1.0], device="cuda")],
+    [
+        lambda x: x.sum().item(),
+        lambda x: x[x > 1],
+        lambda x: x.cpu(),
+        lambda x: x if x.max() > 1 else -x,
+        lambda x: torch.full_like(x, x.tolist()[0]),
+        lambda x: x.copy_(torch.zeros(3)),
+        lambda x: torch.tensor([1.0], device="cuda"),
+    ],
 )
-def test_a_wait_in_a_recording_is_found(run: Any) -> None:
-    with pretend_gpu():
+@pytest.mark.parametrize("is_inference", [False, True])
+def test_a_wait_in_a_recording_is_found(run: Any, is_inference: bool) -> None:
+    with pretend_gpu(), torch.inference_mode(is_inference):
         x = torch.arange(3.0, device="cuda")
         with pytest.raises(AssertionError, match=r"waits|copies|counts"):
             StrictRecorder().record(lambda: (run(x),))

@@ -116,8 +116,7 @@ class DraftLoop:
         numbers, *q = outputs
         shapes = plan.list_level_shapes()
         levels = read_results(numbers.cpu(), shapes, plan.num_requests)
-        # one copy of each level: rows of the drafts outlive the next replay
-        probs = [x.view(plan.num_requests, -1, x.shape[-1])[: len(drafts)].clone() for x in q]
+        probs = [x.view(plan.num_requests, -1, x.shape[-1]) for x in q]  # `to_draft` copies the rows
         for i, level in enumerate(levels):
             for b, draft in enumerate(drafts):
                 places = [place for place, node in enumerate(level.nodes[b]) if node >= 0]
