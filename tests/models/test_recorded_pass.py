@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from foredraft.kernels.gpu.graphs import CallingRecorder, GraphMemory, Recording
+from foredraft.kernels.gpu.graphs import CallingRecorder, GraphMemory, RecordedLaunches
 from foredraft.kv.pool import KVPool
 from foredraft.models.forward_batch import AFTER_FINAL_NORM, ForwardBatch, Span
 from foredraft.models.hf import HFModel, _run_modules
@@ -197,7 +197,7 @@ def test_every_size_in_the_buckets_fits() -> None:
     assert REQUEST_BUCKETS[-1] >= ROW_BUCKETS[-1]  # every request has a row
 
 
-def find_recording(lm: HFModel) -> Recording:
+def find_recording(lm: HFModel) -> RecordedLaunches:
     """Return the only recording of a model."""
     assert lm.recorded._cache is not None
     ((replay, _),) = lm.recorded._cache._replays.values()

@@ -19,7 +19,7 @@ GRAPHS_VARIABLE = "FOREDRAFT_GRAPHS"  # environment variable: 0 = no CUDA graphs
 WARM_UP_RUNS = 2  # before a capture: the first compiles kernels and creates handles, the second allocates as usual
 
 
-class Recording(Protocol):
+class RecordedLaunches(Protocol):
     """Recorded pass. `outputs` are overwritten by every replay."""
 
     outputs: Outputs
@@ -30,7 +30,7 @@ class Recording(Protocol):
 class Recorder(Protocol):
     """Makes recordings of one device."""
 
-    def record(self, run: Callable[[], Outputs]) -> Recording:
+    def record(self, run: Callable[[], Outputs]) -> RecordedLaunches:
         """Record a function.
 
         Args:
@@ -47,7 +47,7 @@ class Recorder(Protocol):
 
 @dataclass
 class CallingReplay:
-    """Recording that calls the function and copies the results to the outputs of its first call."""
+    """RecordedLaunches that calls the function and copies the results to the outputs of its first call."""
 
     run: Callable[[], Outputs]
     outputs: Outputs
@@ -134,12 +134,12 @@ class ReplayCache:
 
     recorder: Recorder
     memory: GraphMemory
-    _replays: OrderedDict[Hashable, tuple[Recording, int]] = field(default_factory=OrderedDict)  # with its bytes
+    _replays: OrderedDict[Hashable, tuple[RecordedLaunches, int]] = field(default_factory=OrderedDict)  # with its bytes
 
     def __len__(self) -> int:
         return len(self._replays)
 
-    def get(self, key: Hashable, run: Callable[[], Outputs]) -> Recording:
+    def get(self, key: Hashable, run: Callable[[], Outputs]) -> RecordedLaunches:
         """Return the recording of a key. It is made from `run` if there is none. Raises as `Recorder.record`."""
         if key in self._replays:
             self._replays.move_to_end(key)
