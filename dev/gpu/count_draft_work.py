@@ -2,8 +2,8 @@
 
 Usage: PYTHONPATH=src:. python dev/gpu/count_draft_work.py
 
-It needs no GPU: it counts the operators of one proposal for four requests on the pretended GPU of the tests, level by level and with the
-recorded loop. A CUDA graph replays all operators of a recording by one launch. The heads have one layer.
+It needs no GPU: it counts the operators of one proposal for four requests on the pretended GPU of the tests, level by
+level and with the recorded loop. A CUDA graph replays all operators of a recording by one launch. The heads have one layer.
 """
 
 from collections.abc import Mapping
