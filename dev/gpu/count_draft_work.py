@@ -3,7 +3,7 @@
 Usage: PYTHONPATH=src:. python dev/gpu/count_draft_work.py
 
 It needs no GPU: it counts the operators of one proposal for four requests on the pretended GPU of the tests, level by
-level and with the recorded loop. A CUDA graph replays all operators of a recording by one launch. The heads have one layer.
+level and with recordings. A CUDA graph replays all operators of a recording by one launch. The heads have one layer.
 """
 
 from collections.abc import Mapping
@@ -18,12 +18,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from foredraft.kernels.gpu.graphs import CallingRecorder, CallingReplay
+from foredraft.kernels.gpu.graphs import CallingRecorder, CallingReplay, GraphMemory
 from foredraft.models.hf import HFModel
 from foredraft.request import Batch
 from foredraft.sampling.params import Sampling
 from tests.support import tiny_models
-from tests.support.draft_loops import PAGE_SIZE
+from tests.support.draft_loops import PAGE_SIZE, get_pool
 from tests.support.loop_heads import make_twins
 from tests.support.no_waits import wrap_kernels
 from tests.support.pretend_gpu import DEVICE, PretendTensor, pretend_gpu
@@ -119,6 +119,9 @@ def count(title: str, options: Mapping[str, Any], sampling: Sampling, num_reques
     target = HFModel.wrap_model(tiny_models.move_copy(tiny_models.target(), DEVICE), "tiny")
     how = {"recorder": PausingRecorder(counters[0]), "kernels": wrap_kernels()}
     twins = make_twins(title, DEPTH, options, target, **how)
+    pool = get_pool(twins.looping)
+    if pool is not None:
+        pool.graph_memory = GraphMemory(1 << 30)  # records the pass before the loop too
     for _ in range(num_requests):
         twins.add(sampling, "reject", room=60)
     twins.start([9] * num_requests)
@@ -128,7 +131,7 @@ def count(title: str, options: Mapping[str, Any], sampling: Sampling, num_reques
     for drafter, counter in zip((twins.looping, twins.reference), counters, strict=True):
         with ExitStack() as stack, torch.inference_mode():
             # a kernel is one launch, whatever its stand-in does
-            pool = getattr(getattr(drafter, "lm", None), "pool", None)
+            pool = get_pool(drafter)
             if pool is not None:
                 stack.enter_context(mock.patch.object(pool, "kernels", _count_kernels(pool.kernels, counter)))
             counter.launches = 0
