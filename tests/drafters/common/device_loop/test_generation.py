@@ -14,11 +14,11 @@ from tests.support import tiny_heads, tiny_models
 from tests.support.draft_loops import record_loops
 from tests.support.torch_kernels import make_torch_kernels
 
-SHARED = [7, 8, 9, 5, 6] * 8  # prompts share two pages
-PROMPTS = [[33], [*SHARED, 44], [*SHARED, 61, 62, 63], [5, 6, 7, 8, 9, 5, 6], [44, 45]]
+SHARED = [7, 8, 9, 5, 6] * 4  # prompts share a page
+PROMPTS = [[33], [*SHARED, 44], [*SHARED, 61, 62, 63]]
 SAMPLINGS = [
-    Sampling(max_tokens=12, temperature=0, ignore_eos=True),
-    Sampling(max_tokens=9, temperature=0.6, top_p=0.9, seed=11),
+    Sampling(max_tokens=8, temperature=0, ignore_eos=True),
+    Sampling(max_tokens=6, temperature=0.6, top_p=0.9, seed=11),
 ]
 
 
@@ -35,8 +35,15 @@ def make_draft_model() -> Any:
     return tiny_models.draft_model(4, options=TreeOptions())
 
 
-@pytest.mark.parametrize("rule", ["match", "reject"])
-@pytest.mark.parametrize("make", [make_eagle, make_draft_model])
+@pytest.mark.parametrize(
+    ("make", "rule"),
+    [
+        (make_eagle, "match"),
+        (make_draft_model, "reject"),
+        pytest.param(make_eagle, "reject", marks=pytest.mark.soak),
+        pytest.param(make_draft_model, "match", marks=pytest.mark.soak),
+    ],
+)
 def test_generation_with_loops(make: Any, rule: str) -> None:
     results = []
     for has_loop in (True, False):
@@ -49,7 +56,7 @@ def test_generation_with_loops(make: Any, rule: str) -> None:
         done = [one for sampling in SAMPLINGS for one in llm.generate(PROMPTS, sampling)]
         done += llm.generate(PROMPTS[1:3], SAMPLINGS)  # after hits in the prefix cache
         results.append([(one.token_ids, one.stats.num_drafted, one.stats.num_accepted) for one in done])
-        assert loop is None or (loop.num_replays > 10 and not loop.refusals)
+        assert loop is None or (loop.num_replays > 5 and not loop.refusals)
         assert llm.engine.drafter.num_failures == 0
     assert results[0] == results[1]
     assert sum(accepted for _, _, accepted in results[0]) > 0

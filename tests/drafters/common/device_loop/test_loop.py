@@ -13,6 +13,7 @@ from foredraft.drafters.common.step_drafter import GrowingStepDraft
 from foredraft.drafters.common.tree_builder import TreeBuilder, TreeSpec
 from foredraft.kernels.gpu.graphs import CallingRecorder
 from foredraft.models.hf import HFModel
+from foredraft.verification.registry import RULES
 from tests.support import tiny_models
 from tests.support.loop_heads import (
     BUDGETS,
@@ -128,22 +129,20 @@ def test_q_outlives_the_next_replay(title: str, options: Mapping[str, Any]) -> N
     assert torch.equal(first, kept)
 
 
-@pytest.mark.parametrize("title", [*HEADS, "draft_model"])
+SOAKED = {"eagle", "hydra++", "blockwise"}  # their parts are those of others
+
+
+@pytest.mark.parametrize(
+    "title", [pytest.param(x, marks=pytest.mark.soak) if x in SOAKED else x for x in [*HEADS, "draft_model"]]
+)
 def test_loops_neither_wait_nor_copy(title: str) -> None:
     """On a pretended GPU, where tensors of two devices cannot meet."""
     with pretend_gpu():
-        options = {"medusa": {"tree_nodes": 9}, "blockwise": CHAIN}.get(title, DYNAMIC)
+        options = {"medusa": {"tree_nodes": 6}, "blockwise": CHAIN}.get(title, {"tree_nodes": 5, "top_k": 2})
         target = HFModel.wrap_model(tiny_models.move_copy(tiny_models.target(), DEVICE), "tiny")
-        twins = make_twins(
-            title,
-            3,
-            options,
-            target,
-            recorder=StrictRecorder(),
-            kernels=wrap_kernels(),
-        )
-        run_steps(twins, [(GREEDY, "match"), (SAMPLED, "reject"), (SAMPLED, "match")], BUDGETS[:2])
-        assert twins.looping.loop.num_replays == 2
+        twins = make_twins(title, 2, options, target, recorder=StrictRecorder(), kernels=wrap_kernels())
+        run_steps(twins, [(GREEDY, "match"), (SAMPLED, "reject")], [[5, 5]])
+        assert twins.looping.loop.num_replays == 1
 
 
 @pytest.mark.parametrize(
@@ -201,10 +200,17 @@ def test_what_the_loop_does_not_take_grows_level_by_level(kinds: Any, options: M
 def test_a_recording_has_64_drafts_at_most() -> None:
     spec = TreeSpec.from_options(3)
     builder = TreeBuilder(make_request(0, [1], GREEDY), spec)
-    plan = plan_loop([builder] * 33, spec, None)
+    plan = plan_loop([builder] * 33, spec, None, 100)
     assert isinstance(plan, LoopPlan)
     assert plan.num_requests == 64
-    assert plan_loop([builder] * 65, spec, None) == "more than 64 drafts at once"
+    assert plan_loop([builder] * 65, spec, None, 100) == "more than 64 drafts at once"
+
+
+def test_q_of_a_recording_is_limited() -> None:
+    tree = TreeSpec.from_options(6, tree_nodes=60, top_k=10)
+    builder = TreeBuilder(make_request(0, [1], SAMPLED, rule=RULES["reject"]), tree)
+    assert isinstance(plan_loop([builder] * 2, tree, None, 128_000), LoopPlan)
+    assert plan_loop([builder] * 40, tree, None, 128_000) == "probabilities of too many nodes at once"
 
 
 def test_recordings_are_made_anew_if_the_kv_cache_moved() -> None:

@@ -76,7 +76,7 @@ class DraftLoop:
         if self.pool is not None and not self._keeps_addresses(self.pool):
             return "a KV cache that may still grow"
         ends = None if starts is None else [start + 1 for start in starts]
-        return plan_loop([draft.builder for draft in drafts], self.tree_spec, ends)
+        return plan_loop([draft.builder for draft in drafts], self.tree_spec, ends, self.network.vocab_size)
 
     def _keeps_addresses(self, pool: KVPool) -> bool:
         """Return whether the KV cache is whole and has kernels; drop the recordings if it has moved."""

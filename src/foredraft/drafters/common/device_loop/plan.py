@@ -8,7 +8,9 @@ from foredraft.drafters.common.device_loop.shape import DynamicShape, FixedShape
 from foredraft.drafters.common.tree_builder import TreeBuilder, TreeSpec
 from foredraft.sampling.row_settings import FilterSizes
 
+BYTES_PER_PROB, BYTES_PER_SCORE = 4, 24  # float32; noise, its logarithm and the score in float64
 MAX_REQUESTS = 64  # drafts of one recording; more are drafted level by level
+MAX_PROB_BYTES = 1 << 30  # of the probabilities and scores of a recording
 MIN_CONTEXT = 512  # tokens: the smallest context of a recording
 
 
@@ -48,19 +50,30 @@ class LoopPlan:
         width = self.shape.width
         return [(width if level else 1, width) for level in range(self.shape.depth)]
 
+    def count_prob_bytes(self, vocab_size: int) -> int:
+        """Count the bytes of probabilities and scores over a vocabulary: in use by a level, and kept for the end."""
+        if self.choice is not Choice.SAMPLED:
+            return 0
+        places = [places for places, _ in self.list_level_shapes()]
+        kept = sum(places) if self.uses_q else 0
+        return self.num_requests * vocab_size * (BYTES_PER_SCORE * max(places) + BYTES_PER_PROB * kept)
+
 
 def round_up(count: int) -> int:
     """Round up to a power of two; 0 stays."""
     return 1 << (count - 1).bit_length() if count else 0
 
 
-def plan_loop(builders: Sequence[TreeBuilder], tree_spec: TreeSpec, ends: Sequence[int] | None) -> "LoopPlan | str":
+def plan_loop(
+    builders: Sequence[TreeBuilder], tree_spec: TreeSpec, ends: Sequence[int] | None, vocab_size: int
+) -> "LoopPlan | str":
     """Plan the recorded loop of some drafts.
 
     Args:
         builders: drafts with their roots only.
         tree_spec: shape of the drafter's trees, of which every draft is a part.
         ends: number of KV entries of every request, the root's included; None = the network has no KV cache.
+        vocab_size: number of tokens that q covers.
 
     Returns:
         The plan; or the reason why these drafts grow level by level.
@@ -73,7 +86,7 @@ def plan_loop(builders: Sequence[TreeBuilder], tree_spec: TreeSpec, ends: Sequen
         return shape
     is_greedy = all(g.is_greedy for g in builders)
     is_chain = all(g.tree_spec.width == 1 for g in builders)
-    return LoopPlan(
+    plan = LoopPlan(
         round_up(len(builders)),
         shape,
         (Choice.ARGMAX if is_chain else Choice.LIKELIEST) if is_greedy else Choice.SAMPLED,
@@ -84,6 +97,8 @@ def plan_loop(builders: Sequence[TreeBuilder], tree_spec: TreeSpec, ends: Sequen
         round_up(max(len(g.request.spec.end_ids) for g in builders)),
         0 if ends is None else max(MIN_CONTEXT, round_up(max(ends) + shape.depth)),
     )
+    is_too_large = plan.count_prob_bytes(vocab_size) > MAX_PROB_BYTES
+    return "probabilities of too many nodes at once" if is_too_large else plan
 
 
 def _explain_refusal(builders: Sequence[TreeBuilder]) -> str | None:

@@ -30,6 +30,10 @@ class LevelOutput:
 class LoopNetwork(Protocol):
     """Draft network as the recorded loop calls it. It must not wait for the device."""
 
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens of the target."""
+
     def compute_root(self, roots: Sequence[Tensor], tokens: Tensor) -> LevelOutput:
         """Return the output at the roots.
 

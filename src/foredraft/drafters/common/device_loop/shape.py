@@ -2,7 +2,8 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache, lru_cache
 from itertools import pairwise
 
 from foredraft.drafters.common.static_tree import RankPath, StaticTree
@@ -18,19 +19,23 @@ class FixedLevel:
     next_rows: tuple[int, ...]  # by node of the next level: index of its parent * width + its rank
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # compared by identity: there is one of every kind
 class FixedShape:
     """Chain or static tree, cut to the levels of a plan. Requests may have any part of it."""
 
     levels: tuple[FixedLevel, ...]
+    _counts: dict[StaticTree | int, list[int] | None] = field(default_factory=dict, repr=False)
 
     @classmethod
+    @cache
     def from_chain(cls, depth: int) -> "FixedShape":
+        """Return the shape of a chain."""
         return cls._from_paths([(0,) * d for d in range(1, depth + 1)], depth)
 
     @classmethod
+    @lru_cache(maxsize=256)
     def from_tree(cls, tree: StaticTree, depth: int) -> "FixedShape":
-        """Make the shape of the first `depth` levels of a tree."""
+        """Return the shape of the first `depth` levels of a tree."""
         return cls._from_paths([path for path in tree.paths if len(path) <= depth], depth)
 
     @classmethod
@@ -58,6 +63,12 @@ class FixedShape:
         Returns:
             The counts; None if the draft does not fit into the shape.
         """
+        key = spec.max_depth if spec.static_tree is None else spec.static_tree
+        if key not in self._counts:
+            self._counts[key] = self._count_children(spec)
+        return self._counts[key]
+
+    def _count_children(self, spec: TreeSpec) -> list[int] | None:
         counts: Mapping[RankPath, int]
         if spec.static_tree is None:
             counts = {(0,) * d: 1 for d in range(spec.max_depth)}
