@@ -19,7 +19,7 @@ from foredraft.sampling.weights import LOG2_E
 
 @dataclass(frozen=True)
 class FilterSizes:
-    """What a recorded pass has to know of the filters of all rows in advance. Equal sizes share a recording."""
+    """Sizes of the filters of all rows, which a recorded pass needs in advance. Equal sizes share a recording."""
 
     top_k: int = 0  # the largest top-k, rounded up to a power of two; 0 = no row has one
     has_top_p: bool = False

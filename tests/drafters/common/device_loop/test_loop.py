@@ -40,7 +40,9 @@ def grow_greedy_chains_as_trees(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("rule", ["match", "reject"])
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("title", ["eagle", "eagle3", "draft_model", "mlp_speculator"])
+@pytest.mark.parametrize(
+    "title", [pytest.param("eagle", marks=pytest.mark.soak), "eagle3", "draft_model", "mlp_speculator"]
+)
 def test_loop_drafts_what_levels_draft(title: str, shape: str, rule: str) -> None:
     twins = make_twins(title, 4, SHAPES[shape])
     trees = run_steps(twins, [(GREEDY, rule), (SAMPLED, rule), (SAMPLED, rule)], BUDGETS)

@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from foredraft.drafters.common.device_loop.frontier import Children, Frontier, Growth
-from foredraft.drafters.common.device_loop.inputs import LoopInputs
-from foredraft.drafters.common.device_loop.plan import Choice
+from foredraft.drafters.common.device_loop.inputs import DraftLoopInputs
+from foredraft.drafters.common.device_loop.plan import ChildChoice
 from foredraft.drafters.common.device_loop.shape import DynamicShape, FixedShape
 from foredraft.drafters.common.tree_builder import MIN_PROBABILITY, NodeLogits
 from foredraft.sampling import rng
@@ -39,12 +39,12 @@ def choose_children(level: int, growth: Growth, frontier: Frontier, logits: Node
 def _choose(level: int, growth: Growth, frontier: Frontier, logits: NodeLogits) -> LevelChoice:
     plan = growth.plan
     x = logits.logits if logits.logits.dtype == torch.float64 else logits.logits.float()
-    if plan.choice is Choice.ARGMAX:
+    if plan.choice is ChildChoice.ARGMAX:
         top, columns = x.max(-1)
         children = _shape_children(frontier, _to_ids(logits, columns[:, None]), torch.zeros_like(top.double())[:, None])
         return LevelChoice(_keep(children, frontier, top.isfinite().view_as(children.is_chosen)), None)
     widths = _list_widths(level, growth, frontier)
-    if plan.choice is Choice.LIKELIEST:
+    if plan.choice is ChildChoice.LIKELIEST:
         top_k = x.log_softmax(-1).topk(min(_get_width(level, growth), x.shape[-1]), -1)
         children = _shape_children(frontier, _to_ids(logits, top_k.indices), top_k.values.double())
         return LevelChoice(_limit(children, frontier, widths), None)
@@ -70,7 +70,7 @@ def _sample_children(level: int, growth: Growth, frontier: Frontier, logits: Ten
     return LevelChoice(_limit(children, frontier, widths), q if plan.uses_q else None)
 
 
-def _derive_keys(level: int, inputs: LoopInputs, frontier: Frontier) -> Tensor:
+def _derive_keys(level: int, inputs: DraftLoopInputs, frontier: Frontier) -> Tensor:
     """Derive the noise key [B, F] of every place; see `draft_noise_key`."""
     uses_q = inputs["uses_q"][:, None] > 0
     counters = torch.where(uses_q, frontier.nodes, inputs["counter"][:, None] + level)

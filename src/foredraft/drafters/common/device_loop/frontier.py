@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from foredraft.drafters.common.device_loop.inputs import LoopInputs
+from foredraft.drafters.common.device_loop.inputs import DraftLoopInputs
 from foredraft.drafters.common.device_loop.plan import LoopPlan
 from foredraft.drafters.common.device_loop.shape import DynamicShape, FixedShape
 
@@ -47,14 +47,14 @@ class Children:
 class Growth:
     """State of B growing drafts. A call of `advance` adds the children of a frontier and chooses the next one."""
 
-    inputs: LoopInputs
+    inputs: DraftLoopInputs
     num_nodes: Tensor  # [B] nodes below the root
     num_expanded: Tensor  # [B] expanded nodes below the root
     best_log_probs: Tensor  # [B, N] of the likeliest nodes, descending; `NOTHING` at the end
     best_offsets: Tensor  # [B, N] their KV positions; -1 = never expanded
 
     @classmethod
-    def start(cls, inputs: LoopInputs) -> "Growth":
+    def start(cls, inputs: DraftLoopInputs) -> "Growth":
         zeros = torch.zeros_like(inputs["root_tokens"])
         size = inputs.plan.shape.max_nodes if isinstance(inputs.plan.shape, DynamicShape) else 0
         best = torch.full((len(zeros), size), NOTHING, dtype=torch.float64, device=zeros.device)

@@ -21,7 +21,7 @@ INT, LONG, REAL = torch.int32, torch.int64, torch.float64
 
 
 @dataclass(frozen=True)
-class LoopInputs:
+class DraftLoopInputs:
     """Inputs of one recording: the block, and the outputs of the passes before the loop."""
 
     plan: LoopPlan
@@ -32,7 +32,7 @@ class LoopInputs:
     numbers: Tensor  # 0, 1, 2 and so on
 
     @classmethod
-    def make(cls, plan: LoopPlan, page_size: int, roots: Sequence[Tensor]) -> "LoopInputs":
+    def make(cls, plan: LoopPlan, page_size: int, roots: Sequence[Tensor]) -> "DraftLoopInputs":
         """Make the inputs of a plan. `roots` are those of some requests, as samples of their shapes and dtypes."""
         device = roots[0].device
         block = StagingBlock.make(_list_fields(plan, page_size), device)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from foredraft.drafters.common.device_loop.inputs import LoopInputs
+from foredraft.drafters.common.device_loop.inputs import DraftLoopInputs
 from foredraft.drafters.common.device_loop.plan import LoopPlan, plan_loop
 from foredraft.drafters.common.device_loop.recording import LoopFunction, LoopNetwork, read_results
 from foredraft.drafters.common.growing_kv_draft import GrowingKVDraft
@@ -42,7 +42,7 @@ class DraftLoop:
     pool: KVPool | None = None
     num_replays: int = 0
     refusals: dict[str, int] = field(default_factory=dict)  # reason -> number of proposals that grew level by level
-    _inputs: dict[LoopPlan, LoopInputs] = field(default_factory=dict)
+    _inputs: dict[LoopPlan, DraftLoopInputs] = field(default_factory=dict)
     _cache: ReplayCache | None = None  # made at the first recording
     _layout_version: int = -1  # of the KV cache, when the recordings were made
     _is_refused: bool = False  # whether a recording failed
@@ -91,7 +91,7 @@ class DraftLoop:
     ) -> Outputs | None:  # fmt: skip
         """Replay the recording of a plan. The outputs last until the next replay; None if it cannot be recorded."""
         if plan not in self._inputs:
-            self._inputs[plan] = LoopInputs.make(plan, page_size, roots)
+            self._inputs[plan] = DraftLoopInputs.make(plan, page_size, roots)
         inputs = self._inputs[plan]
         inputs.fill([draft.builder for draft in drafts], starts, roots)
         try:

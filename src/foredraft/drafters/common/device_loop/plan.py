@@ -14,7 +14,7 @@ MAX_PROB_BYTES = 1 << 30  # of the probabilities and scores of a recording
 MIN_CONTEXT = 512  # tokens: the smallest context of a recording
 
 
-class Choice(Enum):
+class ChildChoice(Enum):
     """How children are chosen."""
 
     ARGMAX = auto()  # the likeliest token, without its probability: greedy chains
@@ -28,7 +28,7 @@ class LoopPlan:
 
     num_requests: int  # rounded up; the last ones are padding
     shape: FixedShape | DynamicShape
-    choice: Choice
+    choice: ChildChoice
     filters: FilterSizes
     is_raced: bool  # whether a request samples
     uses_q: bool  # whether a rule reads q
@@ -52,7 +52,7 @@ class LoopPlan:
 
     def count_prob_bytes(self, vocab_size: int) -> int:
         """Count the bytes of probabilities and scores over a vocabulary: in use by a level, and kept for the end."""
-        if self.choice is not Choice.SAMPLED:
+        if self.choice is not ChildChoice.SAMPLED:
             return 0
         places = [places for places, _ in self.list_level_shapes()]
         kept = sum(places) if self.uses_q else 0
@@ -89,7 +89,7 @@ def plan_loop(
     plan = LoopPlan(
         round_up(len(builders)),
         shape,
-        (Choice.ARGMAX if is_chain else Choice.LIKELIEST) if is_greedy else Choice.SAMPLED,
+        (ChildChoice.ARGMAX if is_chain else ChildChoice.LIKELIEST) if is_greedy else ChildChoice.SAMPLED,
         FilterSizes.measure([g.request.spec.sampling for g in builders if not g.is_greedy]),
         any(g.uses_q or g.shares_noise for g in builders),
         any(g.uses_q for g in builders),

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from foredraft.drafters.common.device_loop.choice import choose_children
 from foredraft.drafters.common.device_loop.frontier import Children, Frontier, Growth
-from foredraft.drafters.common.device_loop.inputs import LoopInputs
+from foredraft.drafters.common.device_loop.inputs import DraftLoopInputs
 from foredraft.drafters.common.tree_builder import NodeLogits
 from foredraft.kernels.gpu.graphs import Outputs
 from foredraft.kernels.gpu.rows import DeviceRows
@@ -74,7 +74,7 @@ class LoopFunction:
     """
 
     network: LoopNetwork
-    inputs: LoopInputs
+    inputs: DraftLoopInputs
 
     def __call__(self) -> Outputs:
         growth, network = Growth.start(self.inputs), self.network
