@@ -25,7 +25,8 @@ fi
 mkdir -p "$out"
 export PYTHONPATH="$PWD/src:$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 failed=0
-for part in check_kernels check_graphs tests measure_attention measure_products measure_model measure_steps; do
+parts="check_kernels check_graphs check_draft_loops tests measure_attention measure_products measure_model measure_steps"
+for part in $parts; do
   echo "== $part"
   if [ $part != tests ]; then
     "$python" "dev/gpu/$part.py" $dry --out "$out/$part.json" || failed=1

@@ -12,6 +12,7 @@ from foredraft.sampling.rng import (
     _mix,
     derive_key,
     exponential_race,
+    extend_keys,
     race_argmax,
     uniform,
     uniform_matrix,
@@ -232,3 +233,10 @@ def test_a_logarithm_has_the_same_bits_wherever_it_stands():
     for size in (1, 2, 3, 7, 8, 9, 31, 64, 777):
         ids = torch.randperm(5000, generator=torch.Generator().manual_seed(size))[:size]
         assert torch.equal(u[ids].log(), whole[ids])
+
+
+def test_keys_are_extended_as_they_are_derived() -> None:
+    seeds, counters = [0, 5, -7, 2**63 - 1, 12345], [0, 1, 17, 2**40, 3]
+    keys = torch.tensor([derive_key(seed, 2, 3) for seed in seeds])
+    extended = extend_keys(keys[:, None], torch.tensor(counters)[None])
+    assert extended.tolist() == [[derive_key(seed, 2, 3, counter) for counter in counters] for seed in seeds]

@@ -15,6 +15,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from foredraft.kernels.gpu.graphs import GRAPHS_VARIABLE
+
 aten = torch.ops.aten
 DEVICE = torch.device("cuda:0")
 # Operators that take tensors of two devices: copies, and indices on the CPU.
@@ -27,6 +29,7 @@ MIXING = {
     aten.index_put,
     aten._index_put_impl_,
     aten.copy,
+    Tensor.copy_,
     Tensor.__getitem__,
     Tensor.__setitem__,
 }
@@ -69,6 +72,8 @@ class DeviceNames(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = tree_map(_complete_device, (args, kwargs or {}))
+        if func is torch.as_tensor and isinstance(args[0], PretendTensor) and kwargs.get("device") == DEVICE:
+            return args[0].to(kwargs.get("dtype") or args[0].dtype)
         if func in (torch.tensor, torch.as_tensor) and kwargs.get("device") == DEVICE:
             return func(*args, **kwargs | {"device": "cpu"}).to(DEVICE)
         try:
@@ -98,7 +103,7 @@ def run_operator(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
                 raise RuntimeError(f"{func} has tensors on cuda:0 and on the CPU: {[tuple(x.shape) for x in tensors]}")
     devices = [x for x in leaves if isinstance(x, torch.device)]
     is_on_gpu = devices[0].type == "cuda" if devices else bool(on_gpu)
-    if packet is aten.copy_:
+    if packet in (aten.copy_, Tensor.copy_):
         is_on_gpu = isinstance(args[0], PretendTensor)
     wrappers = {id(x.inner): x for x in on_gpu}
     kwargs = {name: x for name, x in kwargs.items() if name != "pin_memory"}
@@ -122,11 +127,12 @@ def _wrap(value: Any, wrappers: dict[int, PretendTensor]) -> Any:
 
 @contextmanager
 def pretend_gpu() -> Iterator[None]:
-    """Run code with a pretended GPU, without Triton kernels."""
+    """Run code with a pretended GPU, without Triton kernels and CUDA graphs."""
     with (
         PretendMode(),
         DeviceNames(),
         mock.patch("foredraft.kernels.gpu.loading.explain_missing_kernels", return_value="it is pretended"),
+        mock.patch.dict("os.environ", {GRAPHS_VARIABLE: "0"}),
         mock.patch.object(torch.cuda, "_lazy_init"),
         mock.patch.object(torch.cuda, "is_available", return_value=True),
         mock.patch.object(torch.cuda, "device_count", return_value=1),

@@ -9,7 +9,10 @@ from torch import Tensor
 from foredraft.kv.pool import KVPool
 from foredraft.models.attention import paged_attention
 from foredraft.models.draft_layer import AttentionFunction
-from foredraft.models.forward_batch import ForwardBatch
+from foredraft.models.forward_batch import AFTER_FINAL_NORM, ForwardBatch
+from foredraft.models.padded_rows import PaddedRows
+from foredraft.models.pass_size import PassSize
+from foredraft.models.recorded_pass import RecordedPasses
 
 
 class FeatureNetwork(Protocol):
@@ -60,6 +63,11 @@ class FeatureLM:
     fused: NativeFeatureNetwork | None = None  # native version of `network`, used instead of it
     # By layer: maximum number of positions that a row sees, its own included; None or () = all.
     sliding_windows: tuple[int | None, ...] = ()
+    recorded: RecordedPasses = field(init=False)
+    _inputs: dict[PassSize, Tensor] = field(default_factory=dict)  # features [T, H] that a recording reads
+
+    def __post_init__(self) -> None:
+        self.recorded = RecordedPasses("the draft network", self.pool)
 
     def project_features(self, features: Tensor) -> Tensor:
         """Project hidden states of the target [T, F] to features [T, H]."""
@@ -77,6 +85,29 @@ class FeatureLM:
         """
         if self.fused is not None:
             return self.fused.forward(forward_batch, self.pool, features)
+        outputs = self._run_recorded(forward_batch, features)
+        return self._run(forward_batch, features) if outputs is None else outputs
+
+    def _run_recorded(self, batch: ForwardBatch, features: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Run a pass by a recording; None if there is none."""
+        if self.pool.recorder is None or batch.made_rows is not None:
+            return None
+        size = PassSize.fit(batch)
+        if size is None:
+            return None
+        if size not in self._inputs:
+            self._inputs[size] = features.new_zeros(size.rows, features.shape[1], dtype=self.dtype)
+        inputs = self._inputs[size]
+        inputs[: len(features)] = features
+        outputs = self.recorded.run(batch, (AFTER_FINAL_NORM,), lambda rows, _: self._run(rows, inputs))
+        if outputs is None:
+            return None
+        logits, next_features = outputs
+        assert next_features is not None
+        return logits.clone(), next_features  # drafters keep the logits of a root beyond the next pass
+
+    def _run(self, forward_batch: ForwardBatch | PaddedRows, features: Tensor) -> tuple[Tensor, Tensor]:
+        """Run the modules of the network; see `forward`."""
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             q, k, v = (x.transpose(1, 2) for x in (query, key, value))

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from foredraft.errors import ForedraftError
 from foredraft.kernels.gpu.rows import DeviceRows
 from foredraft.kernels.rows import PackedRows
 from foredraft.kv.allocator import NULL_PAGE
@@ -124,6 +125,15 @@ class ForwardBatch:
     logit_row_list: Sequence[int]  # [R] packed rows that need logits
     page_size: int  # slots per page
     device: torch.device | str
+    made_rows: DeviceRows | None = None  # rows that are on the device already; there are no spans then
+
+    @classmethod
+    def from_device_rows(cls, rows: DeviceRows, device: torch.device | str) -> "ForwardBatch":
+        """Make the batch of rows on a device, whose addresses stay, as in a recorded pass.
+
+        The KV pool must have all of its tensors already, and GPU kernels.
+        """
+        return cls((), (), rows.page_size, device, rows)
 
     @classmethod
     def build(
@@ -178,17 +188,19 @@ class ForwardBatch:
     @cached_property
     def num_rows(self) -> int:
         """Number of packed rows T."""
+        if self.made_rows is not None:
+            return self.made_rows.num_rows
         return sum(len(span.tokens) for span in self.spans)
 
     @cached_property
     def num_slots(self) -> int:
-        """Number of slots that the pool needs: every slot of the batch lies below it."""
-        return (max(max(span.pages) for span in self.spans) + 1) * self.page_size
+        """Number of slots that the pool needs: every slot of the batch lies below it. 0 = those that it has."""
+        return (max((max(span.pages) for span in self.spans), default=-1) + 1) * self.page_size
 
     @property
     def is_staged(self) -> bool:
         """Whether all inputs reach the device in one transfer."""
-        return torch.device(self.device).type != "cpu"
+        return self.made_rows is not None or torch.device(self.device).type != "cpu"
 
     @cached_property
     def tokens(self) -> Tensor:
@@ -227,17 +239,29 @@ class ForwardBatch:
 
     @cached_property
     def attention_groups(self) -> tuple[AttentionGroup, ...]:
-        """Attention calls of the path without native code."""
+        """Attention calls of the path without native code.
+
+        Raises:
+            ForedraftError: the rows are those of a recorded pass: the masks of torch's operators have no fixed size.
+        """
+        if self.made_rows is not None:
+            raise ForedraftError(
+                "an attention layer runs on torch's operators, which need masks of the context's length"
+            )
         return _build_groups(self.spans, self.page_size, self.device)
 
     @cached_property
     def packed_rows(self) -> PackedRows:
-        """Rows in the layout of the native code."""
+        """Rows in the layout of the native code. Raises ForedraftError for rows of a recorded pass."""
+        if self.made_rows is not None:
+            raise ForedraftError("native CPU code is not recorded")
         return PackedRows.pack(self.spans, self.logit_row_list, self.page_size)
 
     @cached_property
     def device_rows(self) -> DeviceRows:
         """Rows on the device: inputs of modules and GPU kernels."""
+        if self.made_rows is not None:
+            return self.made_rows
         return DeviceRows.pack(self.packed_rows, [len(span.tokens) for span in self.spans], self.device)
 
 

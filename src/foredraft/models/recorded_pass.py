@@ -51,7 +51,8 @@ class RecordedPasses:
             pass must run without a recording: it is too large, the pool has no tensors yet, or the model cannot be
             recorded.
         """
-        cache = self._find_cache()
+        # rows at fixed addresses are a part of a larger recording already, such as a draft loop
+        cache = self._find_cache() if batch.made_rows is None else None
         size = None if cache is None else PassSize.fit(batch)
         if cache is None or size is None:
             return None

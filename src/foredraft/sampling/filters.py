@@ -67,7 +67,7 @@ def keep_top_p(w: Tensor, masses: Sequence[float]) -> Tensor:
     return _keep_nucleus(w, masses, w, RELATIVE_THRESHOLDS)
 
 
-def keep_min_p(w: Tensor, ratios: Sequence[float]) -> Tensor:
+def keep_min_p(w: Tensor, ratios: Sequence[float] | Tensor) -> Tensor:
     """Keep tokens with at least this ratio of the largest weight, which is 1."""
     return torch.where(w.double() >= _build_column(ratios, w.device), w, 0)
 
@@ -80,7 +80,7 @@ def keep_typical(w: Tensor, exponents: Tensor, masses: Sequence[float]) -> Tenso
     return _keep_nucleus(w, masses, -compute_surprisal_gap(w, exponents), SURPRISAL_THRESHOLDS)
 
 
-def select_nucleus(w: Tensor, masses: Sequence[float], rank: Tensor) -> Tensor:
+def select_nucleus(w: Tensor, masses: Sequence[float] | Tensor, rank: Tensor) -> Tensor:
     """Return the first tokens by descending `rank` whose weights reach a share of the row, as a mask [R, V].
 
     The crossing token is included. This sorts whole rows: it is slow, and the reference for `_search_nucleus` and for
@@ -110,8 +110,8 @@ def compute_surprisal_gap(w: Tensor, exponents: Tensor) -> Tensor:
     return (exponents - mean.to(w.dtype)).abs()
 
 
-def _build_column(values: Sequence[float], device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64, device=device)[:, None]
+def _build_column(values: Sequence[float] | Tensor, device: torch.device) -> Tensor:
+    return torch.as_tensor(values, dtype=torch.float64, device=device)[:, None]
 
 
 def _compute_limit(mass: Tensor, total: Tensor) -> Tensor:

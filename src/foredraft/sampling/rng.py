@@ -90,6 +90,16 @@ def _convert_to_uniforms(states: UInt64Array) -> NDArray[np.float64]:
     return u
 
 
+def extend_keys(keys: Tensor, counters: Tensor) -> Tensor:
+    """Return keys with one more counter each: `derive_key` on any device, without a wait for it.
+
+    Args:
+        keys: keys of `derive_key`, int64.
+        counters: further counters at least 0, int64, of a shape that broadcasts with the keys.
+    """
+    return _mix_tensor(keys + (counters + 1) * _to_signed(_GOLDEN))
+
+
 def uniform_matrix(keys: Tensor, count: int) -> Tensor:
     """Return uniforms [R, count] float64 in (0, 1) for keys [R] int64; column i depends only on the key and i."""
     if keys.device.type == "cpu":

@@ -59,6 +59,6 @@ class BlockwiseStepRunner:
         x = self._output(F.relu(self._hidden(hidden))).view(len(hidden), self.depth, -1)
         return self._head((hidden[:, None] + x).flatten(0, 1)).view(len(hidden), self.depth, -1)
 
-    def __call__(self, step: int, states: Tensor, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def __call__(self, step: int, states: Tensor, tokens: Sequence[int] | Tensor) -> tuple[Tensor, Tensor]:
         """Return the block unchanged, and its logits [R, V] of one step."""
         return states, states[:, step]

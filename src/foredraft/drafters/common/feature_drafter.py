@@ -29,6 +29,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from foredraft.drafters.common.device_loop.loop import make_draft_loop
+from foredraft.drafters.common.device_loop.recording import LevelOutput
 from foredraft.drafters.common.growing_kv_draft import GrowingKVDraft
 from foredraft.drafters.common.level_loop import LevelStates, grow_levels, start_builder
 from foredraft.drafters.common.mismatch_warning import MismatchDetector
@@ -100,6 +102,9 @@ class FeatureDrafter:
             token_lookahead=1,  # entry t depends on token t + 1
             is_rebuildable_from_tokens=False,
             flush=bind_weakly(self.flush),
+        )
+        self.loop = make_draft_loop(
+            FeatureLoopNetwork(lm, context.vocab_size, token_ids), tree_spec, context.device, lm.pool
         )
         self._root_outputs: dict[int, RootOutput] = {}  # by slot; absent until a pass has computed pairs of the request
         self._pending: dict[int, PendingPairs] = {}  # by slot
@@ -230,11 +235,15 @@ class FeatureDrafter:
     def _build_trees(self, drafts: list[GrowingKVDraft], page_size: int) -> None:
         """Grow all drafts level by level. Each level after the first takes one forward pass over the level above it."""
         roots = [self._root_outputs[draft.builder.request.slot] for draft in drafts]
+        root_logits, root_features = (
+            _concat_rows(rows) for rows in ([root.logits for root in roots], [root.feature for root in roots])
+        )
+        if self.loop is not None and self.loop.grow(drafts, (root_logits, root_features), page_size):
+            return
         # The features of the newest level, one row per node; the next level reads the rows of its parents.
-        features = LevelStates(_concat_rows([root.feature for root in roots]))
+        features = LevelStates(root_features)
         features.start(drafts)
-        logits = self._make_node_logits(_concat_rows([root.logits for root in roots]))
-        grow_levels(drafts, logits, partial(self._compute_level, features, page_size))
+        grow_levels(drafts, self._make_node_logits(root_logits), partial(self._compute_level, features, page_size))
 
     def _compute_level(self, features: LevelStates, page_size: int, drafts: list[GrowingKVDraft]) -> NodeLogits:
         """Compute the frontiers; the pair of a node is its token with the output at its parent."""
@@ -247,6 +256,27 @@ class FeatureDrafter:
 
     def _make_node_logits(self, logits: Tensor) -> NodeLogits:
         return NodeLogits(logits, self.context.vocab_size, self.token_ids)
+
+
+@dataclass(frozen=True)
+class FeatureLoopNetwork:
+    """FeatureLM in a recorded loop. Roots are their logits and features."""
+
+    lm: FeatureLM
+    vocab_size: int
+    token_ids: Tensor | None
+
+    def compute_root(self, roots: Sequence[Tensor], tokens: Tensor) -> LevelOutput:
+        logits, features = roots
+        return LevelOutput(NodeLogits(logits, self.vocab_size, self.token_ids), features)
+
+    def compute_level(
+        self, level: int, tokens: Tensor, states: Tensor | None, batch: ForwardBatch | None
+    ) -> LevelOutput:
+        assert states is not None
+        assert batch is not None
+        logits, features = self.lm.forward(batch, states)
+        return LevelOutput(NodeLogits(logits, self.vocab_size, self.token_ids), features)
 
 
 N = TypeVar("N", bound=FeatureNetwork)

@@ -22,7 +22,7 @@ class GrowingKVDraft(GrowingDraft):
     def build_span(self) -> Span:
         """Build the frontier's span of a forward pass; each node attends to its ancestors."""
         builder = self.builder
-        nodes = self._assign_offsets()
+        nodes = self.assign_offsets()
         size = 1 + max(self.offsets.values())
         depths, parents = [0] * size, [-1] * size
         for node, offset in self.offsets.items():
@@ -36,7 +36,7 @@ class GrowingKVDraft(GrowingDraft):
         request = builder.request
         return Span(request.pages, self.start, tokens, depths, tree, first_node, request.spec.source, subset)
 
-    def _assign_offsets(self) -> list[int]:
+    def assign_offsets(self) -> list[int]:
         """Give every frontier node a free KV position, after freeing those of nodes that left the best nodes."""
         builder = self.builder
         if builder.prunes_nodes:

@@ -12,6 +12,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from foredraft.drafters.common.device_loop.loop import DraftLoop, make_draft_loop
+from foredraft.drafters.common.device_loop.recording import LevelOutput
 from foredraft.drafters.common.last_hidden_state import LastHiddenStates, can_run_native, stack_states
 from foredraft.drafters.common.level_loop import GrowingDraft, LevelStates, grow_levels, start_builder
 from foredraft.drafters.common.mismatch_warning import MismatchDetector
@@ -19,7 +21,7 @@ from foredraft.drafters.common.tree_builder import NodeLogits, TreeSpec
 from foredraft.drafters.draft import Draft, to_token_tree
 from foredraft.drafters.method import DrafterContext
 from foredraft.drafters.spec import DrafterSpec
-from foredraft.models.forward_batch import AFTER_FINAL_NORM
+from foredraft.models.forward_batch import AFTER_FINAL_NORM, ForwardBatch
 from foredraft.request import Batch, Request
 from foredraft.sampling.filters import argmax_tokens
 from foredraft.tree import Commit, TokenTree
@@ -31,7 +33,7 @@ class StepRunner(Protocol):
     def begin(self, hidden: Tensor) -> Tensor:
         """Convert target states [R, H] to the states that the first step reads, R rows."""
 
-    def __call__(self, step: int, states: Tensor, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def __call__(self, step: int, states: Tensor, tokens: Sequence[int] | Tensor) -> tuple[Tensor, Tensor]:
         """Read one more token per row. Returns the R new states, and logits [R, W] of the next tokens."""
 
 
@@ -73,6 +75,7 @@ class StepDrafter:
         self.runner = runner
         self.tree_spec = tree_spec
         self.context = context
+        self.loop = make_draft_loop(StepLoopNetwork(runner, context.vocab_size), tree_spec, context.device)
         self._states = LastHiddenStates()
         self.mismatch_detector = MismatchDetector(context)
         self.spec = DrafterSpec(
@@ -85,7 +88,7 @@ class StepDrafter:
 
     def propose(self, batch: Batch) -> TokenTree:
         growing = [draft for b in batch.find_drafting() if (draft := self._start_draft(batch, b)) is not None]
-        drafts = grow_drafts(self.runner, growing, self.context.vocab_size)
+        drafts = grow_drafts(self.runner, growing, self.context.vocab_size, self.loop)
         tree = to_token_tree(batch, dict(zip([draft.batch_index for draft in growing], drafts, strict=True)))
         self.mismatch_detector.record_proposal(batch, tree)
         return tree
@@ -106,10 +109,35 @@ class StepDrafter:
         return None if builder is None else GrowingStepDraft(builder, batch_index=b, state=state)
 
 
-def grow_drafts(runner: StepRunner, drafts: Sequence[GrowingStepDraft], vocab_size: int) -> list[Draft]:
-    """Grow every draft to its end. Tokens beyond the width W of the logits are never drafted."""
+@dataclass(frozen=True)
+class StepLoopNetwork:
+    """StepRunner in a recorded loop. Roots are the target's states."""
+
+    runner: StepRunner
+    vocab_size: int
+
+    def compute_root(self, roots: Sequence[Tensor], tokens: Tensor) -> LevelOutput:
+        return self.compute_level(0, tokens, self.runner.begin(roots[0]), None)
+
+    def compute_level(
+        self, level: int, tokens: Tensor, states: Tensor | None, batch: ForwardBatch | None
+    ) -> LevelOutput:
+        assert states is not None
+        states, logits = self.runner(level, states, tokens)
+        return LevelOutput(NodeLogits(logits, self.vocab_size), states)
+
+
+def grow_drafts(
+    runner: StepRunner, drafts: Sequence[GrowingStepDraft], vocab_size: int, loop: DraftLoop | None = None
+) -> list[Draft]:
+    """Grow every draft to its end, in the recorded loop if it takes them.
+
+    Tokens beyond the width W of the logits are never drafted.
+    """
     if not drafts:
         return []
+    if loop is not None and loop.grow(drafts, [stack_states([draft.state for draft in drafts])]):
+        return [draft.builder.to_draft() for draft in drafts]
     if all(draft.is_greedy_chain for draft in drafts):
         return _draft_chains(runner, drafts)
     build_trees(runner, drafts, vocab_size)

@@ -307,7 +307,9 @@ class TreeBuilder:
         end_ids, min_confidence = self.request.spec.end_ids, self.tree_spec.min_confidence
         threshold = math.log(min_confidence) if min_confidence > 0 else -math.inf
         if self.uses_q:  # a cut may depend on q above it, never on the tokens sampled from that q
-            nodes = nodes if self._compute_log_confidence(nodes[0]) >= threshold else []
+            # without a threshold q is not read: on a GPU it would be a wait for every level
+            is_confident = min_confidence == 0 or self._compute_log_confidence(nodes[0]) >= threshold
+            nodes = nodes if is_confident else []
         else:
             nodes = [node for node in nodes if self.log_probs[node] >= threshold]
         nodes = [node for node in nodes if self.tokens[node - 1] not in end_ids]

@@ -13,6 +13,8 @@ from functools import partial
 
 from torch import Tensor
 
+from foredraft.drafters.common.device_loop.loop import make_draft_loop
+from foredraft.drafters.common.device_loop.recording import LevelOutput
 from foredraft.drafters.common.growing_kv_draft import GrowingKVDraft
 from foredraft.drafters.common.level_loop import grow_levels, start_builder
 from foredraft.drafters.common.mismatch_warning import MismatchDetector
@@ -69,6 +71,8 @@ class DraftModel:
         self.tree_spec = (options or TreeOptions()).to_tree_spec(context.num_speculative_tokens)
         measure = getattr(lm, "bytes_per_token", None)  # absent if the LM has no KV cache
         self.draft_kv = DraftKV(lm.pool, 0 if measure is None else measure())
+        network = DraftModelLoopNetwork(lm, context.vocab_size)
+        self.loop = make_draft_loop(network, self.tree_spec, context.device, lm.pool)
         self._last_drafts: dict[int, GrowingKVDraft] = {}  # slot -> draft of this step
         self.mismatch_detector = MismatchDetector(context)
         self.spec = DrafterSpec(
@@ -127,6 +131,8 @@ class DraftModel:
         logits = self._prefill([draft.builder.request for draft in drafts], page_size)
         for draft in drafts:
             self._last_drafts[draft.builder.request.slot] = draft
+        if self.loop is not None and self.loop.grow(drafts, (logits,), page_size):
+            return
         grow_levels(drafts, NodeLogits(logits, self.context.vocab_size), partial(self._compute_level, page_size))
 
     def _compute_level(self, page_size: int, drafts: list[GrowingKVDraft]) -> NodeLogits:
@@ -152,6 +158,24 @@ class DraftModel:
     def _forward(self, spans: Sequence[Span], page_size: int, last_only: bool) -> Tensor:
         logits, _ = self.lm.forward(ForwardBatch.from_spans(spans, page_size, self.context.device, last_only))
         return logits[:, : self.context.vocab_size]  # without columns that pad the draft's vocabulary
+
+
+@dataclass(frozen=True)
+class DraftModelLoopNetwork:
+    """Draft model in a recorded loop. Roots are their logits; a row reads no state of its parent but KV."""
+
+    lm: LM
+    vocab_size: int
+
+    def compute_root(self, roots: Sequence[Tensor], tokens: Tensor) -> LevelOutput:
+        return LevelOutput(NodeLogits(roots[0], self.vocab_size))
+
+    def compute_level(
+        self, level: int, tokens: Tensor, states: Tensor | None, batch: ForwardBatch | None
+    ) -> LevelOutput:
+        assert batch is not None
+        logits, _ = self.lm.forward(batch)
+        return LevelOutput(NodeLogits(logits[:, : self.vocab_size], self.vocab_size))
 
 
 def _build_chain_span(request: Request, start: int, stop: int) -> Span:

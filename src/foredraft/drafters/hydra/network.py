@@ -154,7 +154,7 @@ class HydraStepRunner:
         """Return the states unchanged: head 0 reads them."""
         return hidden
 
-    def __call__(self, step: int, states: Tensor, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def __call__(self, step: int, states: Tensor, tokens: Sequence[int] | Tensor) -> tuple[Tensor, Tensor]:
         """Run head `step` on states [R, (step + 1) H] and R tokens.
 
         Returns:
@@ -162,7 +162,7 @@ class HydraStepRunner:
         """
         head = self._head_weights[step]
         states = append_embedding(
-            states, F.embedding(torch.tensor(tokens, device=self._embedding.device), self._embedding)
+            states, F.embedding(torch.as_tensor(tokens, device=self._embedding.device), self._embedding)
         )
         x = head.first_layer(states if head.reduce is None else head.reduce(states))
         x = x[:, self.hidden :] + F.silu(x[:, : self.hidden])

@@ -10,9 +10,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from foredraft.drafters.common.device_loop.loop import make_draft_loop
 from foredraft.drafters.common.feature_drafter import FeatureDrafter
 from foredraft.drafters.common.growing_kv_draft import GrowingKVDraft
-from foredraft.drafters.common.step_drafter import GrowingStepDraft, StepRunner, build_trees
+from foredraft.drafters.common.last_hidden_state import stack_states
+from foredraft.drafters.common.step_drafter import GrowingStepDraft, StepLoopNetwork, StepRunner, build_trees
 from foredraft.drafters.common.target_access import derive_block_shape
 from foredraft.drafters.common.tree_builder import TreeSpec
 from foredraft.drafters.hydra.checkpoint import HydraShape
@@ -96,6 +98,7 @@ class HydraPrefixDrafter(FeatureDrafter):
     ) -> None:
         super().__init__(lm, (hidden_layer,), tree_spec, context)
         self.runner = runner
+        self.loop = make_draft_loop(StepLoopNetwork(runner, context.vocab_size), tree_spec, context.device)
 
     def _build_trees(self, drafts: list[GrowingKVDraft], page_size: int) -> None:
         builders = [draft.builder for draft in drafts]
@@ -103,4 +106,5 @@ class HydraPrefixDrafter(FeatureDrafter):
             GrowingStepDraft(builder, batch_index=b, state=self._root_outputs[builder.request.slot].feature[0])
             for b, builder in enumerate(builders)
         ]
-        build_trees(self.runner, step_drafts, self.context.vocab_size)
+        if self.loop is None or not self.loop.grow(step_drafts, [stack_states([draft.state for draft in step_drafts])]):
+            build_trees(self.runner, step_drafts, self.context.vocab_size)

@@ -6,23 +6,27 @@ have the same distribution.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from foredraft.drafters.common.device_loop.loop import make_replay_cache
 from foredraft.drafters.common.last_hidden_state import LastHiddenStates, LinearFactory, stack_states
 from foredraft.drafters.common.mismatch_warning import MismatchDetector
 from foredraft.drafters.common.static_tree import StaticTree
 from foredraft.drafters.common.tree_builder import NodeLogits, TreeBuilder, TreeSpec
 from foredraft.drafters.common.tree_level import add_level
-from foredraft.drafters.draft import Draft, draft_noise_key, to_token_tree
+from foredraft.drafters.draft import Draft, to_token_tree
 from foredraft.drafters.medusa.checkpoint import MedusaShape
-from foredraft.drafters.medusa.network import MedusaHeadRunner, make_output_function
+from foredraft.drafters.medusa.loop import MedusaLoop
+from foredraft.drafters.medusa.network import MedusaHeadRunner, OutputFunction, make_output_function
+from foredraft.drafters.medusa.request_tree import MedusaRequest
 from foredraft.drafters.method import DrafterContext
 from foredraft.drafters.spec import DrafterSpec
 from foredraft.models.forward_batch import AFTER_FINAL_NORM
-from foredraft.request import Batch, Request
+from foredraft.request import Batch
 from foredraft.sampling import rng
 from foredraft.sampling.distribution import distribution
 from foredraft.sampling.filters import argmax_tokens
@@ -32,34 +36,6 @@ from foredraft.tree import Commit, TokenTree
 def make_chain(depth: int) -> StaticTree:
     """Make the tree with one node per depth."""
     return StaticTree.from_accuracies([[1.0]] * depth, depth)
-
-
-@dataclass(frozen=True)
-class MedusaRequest:
-    """One request to draft for."""
-
-    batch_index: int
-    request: Request
-    tree: StaticTree  # cut to the depth and budget of the request
-    state: Tensor  # [H] target state before the last committed token
-    draft_stream: int  # of the batch
-
-    @property
-    def shapes_logits(self) -> bool:
-        """Whether logits depend on the tokens before them, as with penalties."""
-        return self.request.spec.sampling.shapes_logits
-
-    @property
-    def uses_q(self) -> bool:
-        """Whether draft tokens are sampled from a q that the verification rule uses."""
-        spec = self.request.spec
-        return spec.rule.uses_q and not spec.sampling.is_greedy
-
-    @property
-    def is_random(self) -> bool:
-        """Whether draft tokens are sampled, from a q or with the target's noise."""
-        spec = self.request.spec
-        return (spec.rule.uses_q or spec.rule.shares_noise) and not spec.sampling.is_greedy
 
 
 class Medusa:
@@ -100,22 +76,28 @@ class Medusa:
         self._output_head = make_output_function(
             shape, tensors, tree.depth, products, context.target, context.vocab_size
         )
+        cache = make_replay_cache(context.device)
+        compute = partial(_compute_logits, self._heads, self._output_head)  # not a method, which would be a cycle
+        self.loop = None if cache is None else MedusaLoop(compute, context.vocab_size, cache)
 
     def propose(self, batch: Batch) -> TokenTree:
-        drafts: dict[int, Draft] = {}
         requests = [entry for b in batch.find_drafting() if (entry := self._make_request(batch, b)) is not None]
-        if requests:
+        drafted = self._draft(requests) if requests else {}
+        tree = to_token_tree(batch, drafted)
+        self.mismatch_detector.record_proposal(batch, tree)
+        return tree
+
+    def _draft(self, requests: list[MedusaRequest]) -> dict[int, Draft]:
+        """Draft for requests; returns the drafts by batch index."""
+        drafts = self.loop.draft(requests) if self.loop is not None and not self.min_confidence else None
+        if drafts is None:
             logits = self.compute_logits(
                 stack_states([entry.state for entry in requests]), max(entry.tree.depth for entry in requests)
             )
             if self.min_confidence > 0:
                 requests, logits = self._truncate_unconfident(requests, logits)
-            drafts = dict(
-                zip([entry.batch_index for entry in requests], self._draft_requests(requests, logits), strict=True)
-            )
-        tree = to_token_tree(batch, drafts)
-        self.mismatch_detector.record_proposal(batch, tree)
-        return tree
+            drafts = self._draft_requests(requests, logits)
+        return dict(zip([entry.batch_index for entry in requests], drafts, strict=True))
 
     def observe(self, batch: Batch, commit: Commit) -> None:
         self.mismatch_detector.record_commit(batch, commit)
@@ -126,7 +108,7 @@ class Medusa:
 
     def compute_logits(self, hidden: Tensor, depth: int) -> Tensor:
         """Compute logits [R, D, W] of the first `depth` heads from states [R, H]."""
-        return self._output_head(self._heads(hidden)[:, :depth], depth)
+        return _compute_logits(self._heads, self._output_head, hidden, depth)
 
     def _make_request(self, batch: Batch, b: int) -> MedusaRequest | None:
         request = batch.requests[b]
@@ -174,21 +156,14 @@ class Medusa:
         probs = distribution(NodeLogits(logits.flatten(0, 1), size).to_full_vocab(), samplings)
         rows, keys = [], []  # one per race: per depth under `match`, per node otherwise
         for i, entry in enumerate(requests):
-            races = [(0, level) for level in range(entry.tree.depth)]
-            if entry.uses_q:
-                races = [(node, entry.tree.get_depth(node)) for node in entry.tree.inner_nodes]
+            races = entry.list_races()
             rows += [i * depth + level for _, level in races]
-            keys += [draft_noise_key(entry.request, node, level, entry.draft_stream) for node, level in races]
+            keys += [entry.derive_key(node, level) for node, level in races]
         ids = _sample_tokens(probs, rows, keys, max(entry.tree.width for entry in requests))
         drafts, first = [], 0
         for i, entry in enumerate(requests):
-            if entry.uses_q:
-                q = probs[i * depth : (i + 1) * depth]
-                drafts.append(_fill_tree(entry.tree, ids[first:], entry.tree.parent_inner_index, q))
-                first += len(entry.tree.inner_nodes)
-            else:
-                drafts.append(_fill_tree(entry.tree, ids[first:], [level - 1 for level in entry.tree.depths]))
-                first += entry.tree.depth
+            drafts.append(entry.fill_sampled(ids[first:], probs[i * depth : (i + 1) * depth]))
+            first += len(entry.list_races())
         return drafts
 
     def _build_trees(self, requests: Sequence[MedusaRequest], logits: Tensor) -> list[Draft]:
@@ -203,6 +178,10 @@ class Medusa:
                 rows = [i for i, g in growing for _ in g.frontier]
                 add_level([g for _, g in growing], NodeLogits(logits[rows, depth], self.context.vocab_size))
         return [builder.to_draft() for builder in builders]
+
+
+def _compute_logits(heads: MedusaHeadRunner, output: OutputFunction, hidden: Tensor, depth: int) -> Tensor:
+    return output(heads(hidden)[:, :depth], depth)
 
 
 def _sample_tokens(probs: Tensor, rows: Sequence[int], keys: Sequence[int], width: int) -> list[list[int]]:
@@ -235,33 +214,4 @@ def _draft_likeliest(requests: Sequence[MedusaRequest], logits: Tensor) -> list[
         ids = [[[token] for token in best[i * depth : (i + 1) * depth]] for i in range(len(requests))]
     else:
         ids = logits.topk(min(width, logits.shape[-1]), -1).indices.tolist()
-    return [
-        _fill_tree(entry.tree, head_ids, [depth - 1 for depth in entry.tree.depths])
-        for entry, head_ids in zip(requests, ids, strict=True)
-    ]
-
-
-def _fill_tree(
-    tree: StaticTree, ids: Sequence[Sequence[int]], row_of_node: Sequence[int], probs: Tensor | None = None
-) -> Draft:
-    """Make a draft of a tree: node n gets ids[row_of_node[n - 1]][rank].
-
-    Args:
-        tree: shape.
-        ids: tokens by row and rank; a node with -1 or no token is dropped, with all below it.
-        row_of_node: row of `ids` of each node from 1 on.
-        probs: q [D, V] by depth if the tokens were sampled.
-    """
-    tokens: list[int] = []
-    parents: list[int] = []
-    index = {0: 0}
-    for node, (parent, rank, row) in enumerate(zip(tree.parents, tree.ranks, row_of_node, strict=True), 1):
-        if parent in index and rank < len(ids[row]) and ids[row][rank] >= 0:
-            tokens.append(ids[row][rank])
-            parents.append(index[parent])
-            index[node] = len(tokens)
-    if probs is None:
-        return Draft(tuple(tokens), tuple(parents))
-    q = torch.cat([probs, probs.new_zeros(1, probs.shape[-1])])  # zeros below the deepest level
-    depths = [0, *(tree.depths[node - 1] for node in index if node)]
-    return Draft(tuple(tokens), tuple(parents), q[depths])
+    return [entry.fill_likeliest(head_ids) for entry, head_ids in zip(requests, ids, strict=True)]

@@ -146,10 +146,10 @@ class MLPStepRunner:
         """Convert target states [R, H] to the states before the first step."""
         return make_first_state(self.shape, hidden)
 
-    def __call__(self, step: int, states: Tensor, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def __call__(self, step: int, states: Tensor, tokens: Sequence[int] | Tensor) -> tuple[Tensor, Tensor]:
         """Read one more token per row. Returns states [R, inner], and logits [R, W] of the next tokens."""
         weights = self._step_weights[step]
-        embedded = F.embedding(torch.tensor(tokens, device=weights.emb.device), weights.emb)
+        embedded = F.embedding(torch.as_tensor(tokens, device=weights.emb.device), weights.emb)
         mixed = torch.add(promote_precision(weights.proj(states)), promote_precision(embedded), alpha=self._token_share)
         states = F.gelu(normalize_rms(mixed, weights.scale) + weights.shift)
         return states, weights.head(states)
