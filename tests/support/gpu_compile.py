@@ -17,7 +17,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from foredraft.kernels.gpu import attention, move, norm, store
+from foredraft.kernels.gpu import attention, chain_walk, move, norm, row_records, store, tree_walks
+from foredraft.kernels.gpu.verify import WalkPlan
 
 WARP = 32
 SIZES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -25,6 +26,11 @@ INTEGERS = {"slots": "*i64", "sources": "*i64", "targets": "*i64", "addresses": 
 ROWS = dict.fromkeys(("pages", "page_at", "tails", "tail_at", "starts", "tail", "first_row"), "*i32")
 FLOATS = {"parts": "*fp32", "sums": "*fp32", "cos": "*fp32", "sin": "*fp32", "scale": "fp32", "softcap": "fp32",
           "eps": "fp32"}  # fmt: skip
+
+WALKS = {"logits": "*bf16", "q": "*fp32", "table": "*fp32", "request_floats": "*fp32", "request_longs": "*i64",
+         "request_doubles": "*fp64", "record_floats": "*fp32", "totals": "*fp64", "draft_sums": "*fp64",
+         "scratch": "*fp64", "weights": "*fp64"} | dict.fromkeys(
+             ("requests", "rows", "records", "shortlists", "draft_kinds", "out"), "*i32")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -42,11 +48,12 @@ class CompiledKernel:
 
 
 def compile_kernel(
-    name: str, kernel: Any, dtype: str, constants: dict[str, Any], capability: int, **options: Any
+    name: str, kernel: Any, dtype: str, constants: dict[str, Any], capability: int,
+    own_types: dict[str, str] | None = None, **options: Any,
 ) -> CompiledKernel:
     """Compile a kernel. Arguments without a type of their own are numbers if the name has a `_`, else of `dtype`."""
     names = kernel.arg_names
-    types = FLOATS | ROWS | INTEGERS
+    types = FLOATS | ROWS | INTEGERS | (own_types or {})
     signature = {
         arg: "constexpr" if arg in constants else types.get(arg) or ("i32" if is_number(arg) else f"*{dtype}")
         for arg in names
@@ -116,6 +123,23 @@ def compile_others(capability: int, dtype: str = "bf16") -> Iterator[CompiledKer
         "norm", norm.normalize_row, dtype, {"WIDTH": 4096, "PAD": 4096, "HAS_RESIDUAL": True, "IS_OFFSET": False},
         capability, num_warps=8,
     )  # fmt: skip
+
+
+def compile_walks(capability: int, logits: str = "bf16", q: str = "fp32") -> Iterator[CompiledKernel]:
+    """Compile the kernels of a verification."""
+    plan = WalkPlan()
+    types, sizes = WALKS | {"logits": f"*{logits}", "q": f"*{q}"}, {"TILE": plan.tile}
+    for name, kernel, constants, num_warps in (
+        ("rows", row_records.describe_rows, sizes | {"LIST": plan.shortlist}, plan.num_warps),
+        ("drafts", row_records.describe_drafts, sizes, plan.num_warps),
+        ("samples", tree_walks.walk_samples, {}, 1),
+        ("trials", tree_walks.walk_trials, sizes | {"HAS_Q": True}, plan.num_warps),
+        ("trials without q", tree_walks.walk_trials, sizes | {"HAS_Q": False}, plan.num_warps),
+        ("chain", chain_walk.walk_chain, sizes | {"HAS_Q": True}, plan.num_warps),
+    ):
+        yield compile_kernel(
+            f"verify {name} {logits} {q}", kernel, logits, constants, capability, types, num_warps=num_warps
+        )  # fmt: skip
 
 
 def compile_all(capability: int) -> Iterator[CompiledKernel]:
