@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import chain
 from typing import Any
 
 import triton
@@ -48,8 +49,13 @@ class CompiledKernel:
 
 
 def compile_kernel(
-    name: str, kernel: Any, dtype: str, constants: dict[str, Any], capability: int,
-    own_types: dict[str, str] | None = None, **options: Any,
+    name: str,
+    kernel: Any,
+    dtype: str,
+    constants: dict[str, Any],
+    capability: int,
+    own_types: dict[str, str] | None = None,
+    **options: Any,
 ) -> CompiledKernel:
     """Compile a kernel. Arguments without a type of their own are numbers if the name has a `_`, else of `dtype`."""
     names = kernel.arg_names
@@ -146,6 +152,8 @@ def compile_all(capability: int) -> Iterator[CompiledKernel]:
     """Compile every kernel for every type, width and group."""
     yield from compile_others(capability)
     yield from compile_others(capability, "fp32")
+    yield from compile_walks(capability)
+    yield from compile_walks(capability, "fp16", "fp64")
     for dtype, width, group in (
         ("bf16", 64, 1), ("bf16", 64, 8), ("bf16", 128, 4), ("bf16", 128, 20), ("bf16", 80, 4), ("bf16", 256, 2),
         ("fp16", 128, 8), ("fp32", 64, 4), ("fp32", 128, 4), ("fp32", 256, 8),
@@ -164,7 +172,7 @@ def main(selection: str, capabilities: str) -> None:
         for kernel in found:
             print(json.dumps(asdict(kernel)), flush=True)
     if selection == "main":
-        for kernel in compile_others(targets[0]):
+        for kernel in chain(compile_others(targets[0]), compile_walks(targets[0])):
             print(json.dumps(asdict(kernel)), flush=True)
 
 

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from random import Random
 
 import torch
@@ -80,14 +81,35 @@ class WalkCase:
         return f"request {b}: {self.rules[b].name}, {self.samplings[b].filter_settings}, {self.tree.parents[b]}"
 
 
-def make_case(rules: Sequence[Rule], vocab_size: int, seed: int, dtype: torch.dtype = torch.float32) -> WalkCase:
+@dataclass(frozen=True)
+class CaseKinds:
+    """Kinds from which a random case chooses for every request."""
+
+    shapes: Sequence[tuple[int, ...]] = TREES  # besides chains of draft tokens
+    samplings: Sequence[Sampling] = SAMPLINGS
+    logits: Sequence[str] = LOGITS
+    drafts: Sequence[str] = DRAFTS
+
+
+ALL_KINDS = CaseKinds()
+# Children of a node that are rejected one after the other.
+SIBLINGS = CaseKinds(((-1, 0, 0, 0, 0, 0),) * 20, SAMPLINGS[1:3], ("peaked",), ("far", "near"))
+
+
+def make_case(
+    rules: Sequence[Rule],
+    vocab_size: int,
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+    kinds: CaseKinds = ALL_KINDS,
+) -> WalkCase:
     """Make a random case in which the rules of the batch are `rules`."""
     random, noise = Random(seed), torch.Generator().manual_seed(seed)
     tokens, parents, counts, prefixes, logits, drafts, samplings = [], [], [], [], [], [], []
     for i, rule in enumerate(rules):
-        shape = random.choice(CHAINS[1:] + TREES * rule.takes_trees if i else CHAINS)
-        x = make_logits(random.choice(LOGITS), len(shape), vocab_size, random, noise)
-        kind = random.choice(DRAFTS) if rule.uses_q else "far"
+        shape = random.choice((*CHAINS[1:], *kinds.shapes) if rule.takes_trees and i else CHAINS)
+        x = make_logits(random.choice(kinds.logits), len(shape), vocab_size, random, noise)
+        kind = random.choice(kinds.drafts) if rule.uses_q else "far"
         q = make_q(x, kind, random, noise)
         own, sampled = choose_tokens(x, q, shape, random)
         tokens.append(own)
@@ -96,7 +118,7 @@ def make_case(rules: Sequence[Rule], vocab_size: int, seed: int, dtype: torch.dt
         prefixes.append([1] * random.choice((0, 0, 3)))
         logits.append(x)
         drafts.append(q)
-        samplings.append(random.choice(SAMPLINGS))
+        samplings.append(random.choice(kinds.samplings))
     q = torch.cat(drafts).to(random.choice((torch.float32, torch.bfloat16, torch.float64)))
     tree = TokenTree(tokens, parents, q, num_sampled_children=tuple(counts))
     tree = tree.prepend_committed(prefixes, prefixes)
@@ -167,6 +189,19 @@ def copy_samples(case: WalkCase, random: Random) -> WalkCase:
     return case
 
 
+def add_prompt_chunk(case: WalkCase) -> WalkCase:
+    """Add a request that computes a part of its prompt: no row, no root."""
+    tree = case.tree
+    assert tree.committed_next is not None
+    longer = replace(
+        tree, tokens=[*tree.tokens, [1, 2, 3]], parents=[*tree.parents, [-1, 0, 1]],
+        committed_next=(*tree.committed_next, (2, 3, 4)),
+    )  # fmt: skip
+    noise = SeededNoise(longer, [*case.noise.seeds, (0, 0)], [*case.noise.positions, 9])
+    return replace(case, tree=longer, noise=noise, rules=[*case.rules, case.rules[0]],
+                   samplings=[*case.samplings, Sampling()])  # fmt: skip
+
+
 def add_further_samples(case: WalkCase, b: int) -> WalkCase:
     """Give request b the samples of a second drafter, which the device does not verify."""
     root = case.tree.roots[b]
@@ -188,8 +223,8 @@ def count_outcomes(case: WalkCase, commit: Commit) -> Counter[str]:
         counts[f"{kind} rejected"] += accepted == 0 and case.tree.sizes[b] > case.tree.roots[b] + 1
         last = commit.paths[b][-1] if commit.paths[b] else 0
         counts[f"{kind} later sibling"] += any(
-            child in case.tree.children[b][parent][1:] for parent, child in zip(commit.paths[b], commit.paths[b][1:])
-        )  # fmt: skip
+            child in case.tree.children[b][parent][1:] for parent, child in pairwise(commit.paths[b])
+        )
         counts[f"{kind} invalid after a draft"] += bool(commit.paths[b]) and commit.tokens[b][-1] in [
             case.tree.tokens[b][child] for child in case.tree.children[b][last]
         ]

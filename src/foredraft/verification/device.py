@@ -5,6 +5,7 @@ comes back.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ from foredraft.verification.rules import combine_rules
 
 
 def verify_step(
-    tree: TokenTree, probs: LazyTargetProbs, noise: SeededNoise, rules: Sequence[Rule], kernels: GPUKernels | None
+    tree: TokenTree, probs: LazyTargetProbs, noise: SeededNoise, rules: Sequence[Rule], kernels: GPUKernels
 ) -> Commit:
     """Verify a batch in which request b has rules[b].
 
@@ -33,10 +34,10 @@ def verify_step(
         probs: target probabilities of its rows.
         noise: random numbers of the step.
         rules: one per request.
-        kernels: kernels of the device of the logits; None = it has none.
+        kernels: kernels of the device of the logits.
     """
-    chosen = [] if kernels is None else find_device_requests(tree, probs, rules)
-    if kernels is None or not chosen:
+    chosen = find_device_requests(tree, probs, rules)
+    if not chosen:
         return combine_rules(rules)(tree, probs, noise)
     if len(chosen) == len(rules):
         return verify_on_device(tree, probs, noise, rules, kernels)
@@ -70,14 +71,7 @@ def verify_on_device(
     tree: TokenTree, probs: LazyTargetProbs, noise: SeededNoise, rules: Sequence[Rule], kernels: GPUKernels
 ) -> Commit:
     """Verify a batch of which the device can verify every request."""
-    vocab_size = probs.logits.shape[-1]
-    q = None if tree.q is None or tree.q.shape[-1] != vocab_size else tree.q.to(probs.logits.device)
-    has_drafts = tree.q is None or q is not None  # else no draft token has a q over this vocabulary
-    requests = [_describe_request(tree, probs, noise, rule, b) for b, rule in enumerate(rules)]
-    rows = [
-        numbers for b, rule in enumerate(rules) for numbers in _describe_rows(tree, b, has_drafts or not rule.uses_q)
-    ]
-    block = VerifyBlock.pack(SIXTEENTHS, requests, rows, probs.logits.device)
+    q, block = pack_step(tree, probs, noise, rules)
     results = kernels.walk_trees(probs.logits, q, block).tolist()
 
     def walk(b: int) -> CommittedPath:
@@ -88,6 +82,20 @@ def verify_on_device(
         return [root + node for node in pairs[: 2 * count : 2]], pairs[1 : 2 * count : 2]
 
     return build_commit(tree, walk)
+
+
+def pack_step(
+    tree: TokenTree, probs: LazyTargetProbs, noise: SeededNoise, rules: Sequence[Rule]
+) -> tuple[Tensor | None, VerifyBlock]:
+    """Return q [R, V] on the device, if the walks read it, and the block of all other numbers."""
+    vocab_size, reads_q = probs.logits.shape[-1], tree.q is not None and any(rule.uses_q for rule in rules)
+    has_drafts = tree.q is None or tree.q.shape[-1] == vocab_size  # else no draft token has a q over this vocabulary
+    q = tree.q.to(probs.logits.device) if tree.q is not None and reads_q and has_drafts else None
+    requests = [_describe_request(tree, probs, noise, rule, b) for b, rule in enumerate(rules)]
+    rows = [
+        numbers for b, rule in enumerate(rules) for numbers in _describe_rows(tree, b, has_drafts or not rule.uses_q)
+    ]
+    return q, VerifyBlock.pack(SIXTEENTHS, requests, rows, probs.logits.device)
 
 
 def _is_plain(sampling: Sampling) -> bool:
@@ -127,7 +135,7 @@ def _describe_rows(tree: TokenTree, b: int, has_drafts: bool) -> list[RowNumbers
     for node, children in enumerate(tree.children[b]):
         if children and has_drafts:
             first_child[node] = children[0] - root
-            for child, following in zip(children, children[1:], strict=False):
+            for child, following in pairwise(children):
                 next_sibling[child] = following - root
     num_sampled = tree.num_sampled_children
     return [

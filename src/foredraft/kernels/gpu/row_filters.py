@@ -96,7 +96,8 @@ def find_nucleus(
         )  # fmt: skip
         above += tl.where(w > cut, count_units(w), 0)
     unit = tl.maximum(count_units(cut), 1)
-    num_equal = (limit - tl.sum(above, 0) + unit - 1) // unit  # tokens with the weight of the cut that are kept, lower ids first
+    # tokens with the weight of the cut that are kept, lower ids first
+    num_equal = (limit - tl.sum(above, 0) + unit - 1) // unit
     last = vocab_size + tl.zeros([TILE], tl.int32)
     seen = tl.full([], 0, tl.int32)
     for at in range(0, count, TILE):

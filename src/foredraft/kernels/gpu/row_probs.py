@@ -92,11 +92,13 @@ def load_weights(logits, ids, inside, top, factor, floor, cut, last, least, tabl
 
 
 @triton.jit
-def load_probs(logits, records, record_floats, totals, table, row, ids, inside):
+def load_probs(target, row, ids, inside):
     """Return the probabilities of token ids [N] of a row in float64, normalised as `Probs.from_row` does.
 
-    `logits` is the row, `row` its index in the records. The logits of the row must be valid.
+    The logits of the row must be valid. `target` is (logits, distance of rows, records, the same as float32, sums of
+    float32 probabilities, table).
     """
+    logits, logit_row, records, record_floats, totals, table = target
     at = row * RECORD_WIDTH
     if tl.load(records + at + ONE_HOT) > 0:
         p = (inside & (ids == tl.load(records + at + BEST))).to(tl.float64)
@@ -104,6 +106,13 @@ def load_probs(logits, records, record_floats, totals, table, row, ids, inside):
         top, factor = tl.load(record_floats + at + TOP), tl.load(record_floats + at + FACTOR)
         floor, cut = tl.load(record_floats + at + FLOOR), tl.load(record_floats + at + CUT)
         last, least = tl.load(records + at + LAST), tl.load(record_floats + at + LEAST)
-        w = load_weights(logits, ids, inside, top, factor, floor, cut, last, least, table)
+        own = logits + row.to(tl.int64) * logit_row
+        w = load_weights(own, ids, inside, top, factor, floor, cut, last, least, table)
         p = tl.div_rn(w, tl.load(record_floats + at + TOTAL) + tl.zeros_like(w)).to(tl.float64) / tl.load(totals + row)
     return p
+
+
+@triton.jit
+def is_row_valid(target, row):
+    """Return whether the logits of a row are valid."""
+    return tl.load(target[2] + row * RECORD_WIDTH + BEST) >= 0

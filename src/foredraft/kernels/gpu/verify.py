@@ -4,9 +4,9 @@ Nothing waits for the device, and the shapes follow from the sizes of the block 
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from foredraft.errors import ForedraftError
@@ -16,6 +16,7 @@ from foredraft.kernels.gpu.row_records import describe_drafts, describe_rows
 from foredraft.kernels.gpu.tree_walks import walk_samples, walk_trials
 from foredraft.kernels.gpu.verify_block import DeviceWalk, VerifyBlock
 
+SCRATCH_ITEM = 16  # bytes of a request and a token: the residual, and q without the siblings so far
 LOGIT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -27,6 +28,11 @@ class WalkPlan:
     shortlist: int = 8192  # most tokens of a row that a filter searches apart from the others
     num_warps: int = 8
     max_scratch: int = 1 << 28  # bytes of residuals; more requests take another launch
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Options of a launch."""
+        return {"TILE": self.tile, "num_warps": self.num_warps, "enable_fp_fusion": False}
 
 
 def walk_trees(logits: Tensor, q: Tensor | None, block: VerifyBlock, plan: WalkPlan = WalkPlan()) -> Tensor:
@@ -45,7 +51,7 @@ def walk_trees(logits: Tensor, q: Tensor | None, block: VerifyBlock, plan: WalkP
     Raises:
         ForedraftError: the shapes or types differ from these.
     """
-    (num_rows, vocab_size) = logits.shape
+    num_rows = len(logits)
     if logits.dtype not in LOGIT_DTYPES or num_rows != block.num_rows or not (q is None or q.shape == logits.shape):
         other = "" if q is None else f" with q {list(q.shape)}"
         raise ForedraftError(
@@ -53,40 +59,56 @@ def walk_trees(logits: Tensor, q: Tensor | None, block: VerifyBlock, plan: WalkP
             f"are {', '.join(map(str, LOGIT_DTYPES))}"
         )
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
-    drafts = logits if q is None else q if q.stride(1) == 1 else q.contiguous()
     out = block.numbers.new_zeros(block.num_requests, 1 + 2 * block.most_rows)
     if not num_rows:
         return out
+    with torch.cuda.device_of(logits):  # triton launches on the current device
+        records, totals = _describe_rows(logits, block, plan)
+        if DeviceWalk.SAMPLES in block.walks:
+            walk_samples[(block.num_requests,)](block.requests, block.rows, records, out, out.stride(0), num_warps=1)
+        if not block.walks <= {DeviceWalk.SAMPLES}:
+            _walk_with_drafts(logits, q, block, records, totals, out, plan)
+    return out
+
+
+def _describe_rows(logits: Tensor, block: VerifyBlock, plan: WalkPlan) -> tuple[Tensor, Tensor]:
+    """Return the records of all rows, and the sums of their float32 probabilities [R]."""
+    num_rows, vocab_size = logits.shape
+    requests = block.requests
     records = block.numbers.new_empty(num_rows * RECORD_WIDTH.value)
     totals = logits.new_empty(num_rows, dtype=torch.float64)
-    draft_sums, draft_kinds = torch.empty_like(totals), block.numbers.new_empty(num_rows)
     shortlists = block.numbers.new_empty(num_rows, 2 * plan.shortlist)  # ids and weights
-    requests, floats = block.requests, records.view(torch.float32)
-    longs = requests.view(torch.int64)
-    sizes = {"TILE": plan.tile, "num_warps": plan.num_warps, "enable_fp_fusion": False}
-    with torch.cuda.device_of(logits):  # triton launches on the current device
-        describe_rows[(num_rows,)](
-            logits, block.table, requests, requests.view(torch.float32), longs, requests.view(torch.float64),
-            block.rows, records, floats, totals, shortlists, logits.stride(0), vocab_size, LIST=plan.shortlist, **sizes,
-        )  # fmt: skip
-        if DeviceWalk.SAMPLES in block.walks:
-            walk_samples[(block.num_requests,)](requests, block.rows, records, out, out.stride(0), num_warps=1)
-        if block.walks <= {DeviceWalk.SAMPLES}:
-            return out
-        if q is not None:
-            describe_drafts[(num_rows,)](drafts, draft_kinds, draft_sums, drafts.stride(0), vocab_size, **sizes)
-        inputs = (logits, drafts, block.table, requests, longs, block.rows, records, floats, totals, draft_kinds, draft_sums)
-        strides = (logits.stride(0), drafts.stride(0), vocab_size)
-        weights = logits.new_empty(block.num_requests, block.most_rows, dtype=torch.float64)
-        group = min(max(plan.max_scratch // (16 * vocab_size), 1), block.num_requests)
-        scratch = logits.new_empty(group, 2, vocab_size, dtype=torch.float64)
-        for first in range(0, block.num_requests, group):
-            grid = (min(group, block.num_requests - first),)
-            if DeviceWalk.TRIALS in block.walks:
-                walk_trials[grid](*inputs, scratch, out, first, out.stride(0), *strides, HAS_Q=q is not None, **sizes)
-            if DeviceWalk.CHAIN in block.walks:
-                walk_chain[grid](
-                    *inputs, scratch, weights, out, first, out.stride(0), block.most_rows, *strides,
-                    HAS_Q=q is not None, **sizes,
-                )  # fmt: skip
-    return out
+    describe_rows[(num_rows,)](
+        logits, block.table, requests, requests.view(torch.float32), requests.view(torch.int64),
+        requests.view(torch.float64), block.rows, records, records.view(torch.float32), totals, shortlists,
+        logits.stride(0), vocab_size, LIST=plan.shortlist, **plan.options,
+    )  # fmt: skip
+    return records, totals
+
+
+def _walk_with_drafts(
+    logits: Tensor, q: Tensor | None, block: VerifyBlock, records: Tensor, totals: Tensor, out: Tensor, plan: WalkPlan
+) -> None:
+    """Launch the walks that read p and q, for as many requests at once as there is scratch."""
+    num_rows, vocab_size = logits.shape
+    drafts = logits if q is None else q if q.stride(1) == 1 else q.contiguous()
+    draft_sums, draft_kinds = torch.empty_like(totals), block.numbers.new_empty(num_rows)
+    if q is not None:
+        describe_drafts[(num_rows,)](drafts, draft_kinds, draft_sums, drafts.stride(0), vocab_size, **plan.options)
+    rows = (block.rows, records, records.view(torch.float32), totals, draft_kinds, draft_sums)
+    inputs = (logits, drafts, block.table, block.requests, block.requests.view(torch.int64), *rows)
+    strides = (logits.stride(0), drafts.stride(0), vocab_size)
+    weights = totals.new_empty(block.num_requests, block.most_rows)
+    group = min(max(plan.max_scratch // (SCRATCH_ITEM * vocab_size), 1), block.num_requests)
+    scratch = totals.new_empty(group, 2, vocab_size)
+    for first in range(0, block.num_requests, group):
+        grid = (min(group, block.num_requests - first),)
+        if DeviceWalk.TRIALS in block.walks:
+            walk_trials[grid](
+                *inputs, scratch, out, first, out.stride(0), *strides, HAS_Q=q is not None, **plan.options
+            )
+        if DeviceWalk.CHAIN in block.walks:
+            walk_chain[grid](
+                *inputs, scratch, weights, out, first, out.stride(0), block.most_rows, *strides,
+                HAS_Q=q is not None, **plan.options,
+            )  # fmt: skip
