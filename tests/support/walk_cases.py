@@ -93,7 +93,7 @@ class CaseKinds:
 
 ALL_KINDS = CaseKinds()
 # Children of a node that are rejected one after the other.
-SIBLINGS = CaseKinds(((-1, 0, 0, 0, 0, 0),) * 20, SAMPLINGS[1:3], ("peaked",), ("far", "near"))
+SIBLINGS = CaseKinds(((-1, 0, 0, 0, 0, 0),) * 20, SAMPLINGS[1:3], ("plain",), ("opposite",))
 
 
 def make_case(
@@ -145,10 +145,11 @@ def make_logits(kind: str, num_rows: int, vocab_size: int, random: Random, noise
 
 
 def make_q(x: Tensor, kind: str, random: Random, noise: torch.Generator) -> Tensor:
-    """Make rows of q that resemble the logits: equal to the target without filters, near, far, none or no rows of q."""
+    """Make rows of q: those of the target without filters, near it, far from it, opposite, of zeros, or invalid."""
     if kind == "none":
         return torch.zeros_like(x)
     base = torch.zeros_like(x) if kind == "far" else x.nan_to_num(0, 9, -math.inf).clamp_min(-1e4)
+    base = -base if kind == "opposite" else base
     strength = 0.0 if kind == "equal" else 0.7
     q = torch.softmax(base + strength * torch.randn(x.shape, generator=noise), -1)
     if kind == "broken":

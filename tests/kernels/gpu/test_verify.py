@@ -70,9 +70,10 @@ def test_commits_are_those_of_the_rules_in_many_steps(seed: int) -> None:
 
 def test_rejected_siblings_change_what_the_next_ones_are_compared_with() -> None:
     """Guards the residual, and q without the siblings before, over several rejections at one node."""
-    seen = check(make_case((REJECT,) * 14, 9, 2, kinds=SIBLINGS), tile=16)
-    seen += check(make_case((REJECT,) * 14, 12, 7, kinds=SIBLINGS), tile=16)
-    assert seen["reject later sibling"] > 5
+    seen: Counter[str] = Counter()
+    for seed in (5, 7):  # in both, several requests end otherwise if q keeps a rejected token
+        seen += check(make_case((REJECT,) * 14, 12, seed, kinds=SIBLINGS), tile=16)
+    assert seen["reject later sibling"] > 3
 
 
 def test_many_requests_share_the_scratch_of_few() -> None:
