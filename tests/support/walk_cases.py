@@ -107,7 +107,8 @@ def make_case(
     random, noise = Random(seed), torch.Generator().manual_seed(seed)
     tokens, parents, counts, prefixes, logits, drafts, samplings = [], [], [], [], [], [], []
     for i, rule in enumerate(rules):
-        shape = random.choice((*CHAINS[1:], *kinds.shapes) if rule.takes_trees and i else CHAINS)
+        shapes = (*CHAINS[1:], *(kinds.shapes if rule.takes_trees else ())) if i else CHAINS
+        shape = random.choice(shapes)
         x = make_logits(random.choice(kinds.logits), len(shape), vocab_size, random, noise)
         kind = random.choice(kinds.drafts) if rule.uses_q else "far"
         q = make_q(x, kind, random, noise)
