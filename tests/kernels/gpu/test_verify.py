@@ -56,7 +56,7 @@ def test_commits_are_those_of_the_rules() -> None:
     for seed, size in zip(SEEDS, SIZES, strict=True):
         case = make_case(BATCH, size, seed, torch.bfloat16 if seed == SEEDS[2] else torch.float32)
         assert case.list_on_device() == list(range(len(BATCH)))
-        seen += check(case)
+        seen += check(case, tile=128)
     expected = {f"{rule.name} {outcome}" for rule in BATCH for outcome in OUTCOMES}
     assert expected | {"match later sibling", "reject later sibling"} <= set(seen)
 
