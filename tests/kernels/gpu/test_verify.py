@@ -20,6 +20,7 @@ from foredraft.verification.rules import BLOCK, MATCH, REJECT, TYPICAL
 from tests.support.gpu_cases import DEVICE, TRITON
 from tests.support.walk_cases import (
     SIBLINGS,
+    CaseKinds,
     WalkCase,
     add_further_samples,
     add_prompt_chunk,
@@ -74,6 +75,19 @@ def test_rejected_siblings_change_what_the_next_ones_are_compared_with() -> None
     for seed in (5, 7):  # in both, several requests end otherwise if q keeps a rejected token
         seen += check(make_case((REJECT,) * 14, 12, seed, kinds=SIBLINGS), tile=16)
     assert seen["reject later sibling"] > 3
+
+
+def test_weights_of_a_chain_stay_below_one() -> None:
+    """Guards the joint ratio, which must not grow beyond one where q is below p."""
+    kinds = CaseKinds(samplings=[Sampling()], logits=("plain",), drafts=("near",))
+    for seed in (6, 13):
+        check(make_case((BLOCK,) * 10, 9, seed, kinds=kinds), tile=16)
+
+
+def test_the_first_of_equal_logits_is_the_greedy_token() -> None:
+    """Guards equal logits that the same lane of a program reads in two tiles."""
+    case = make_case((MATCH,), 70, 0)
+    check(replace(case, logits=torch.zeros_like(case.logits), samplings=[Sampling(temperature=0)]), tile=16)
 
 
 def test_many_requests_share_the_scratch_of_few() -> None:
