@@ -16,6 +16,8 @@ from torch import Tensor
 
 from foredraft.models.draft_layer import apply_rotary
 from foredraft.models.forward_batch import Span
+from foredraft.verification.device import pack_step
+from foredraft.verification.rules import BLOCK, MATCH, REJECT
 from tests.support.gpu_cases import (
     DEVICE,
     AttentionCase,
@@ -25,6 +27,8 @@ from tests.support.gpu_cases import (
     make_tree,
     scatter_pages,
 )
+from tests.support.walk_cases import WalkCase
+from tests.support.walk_cases import make_case as make_walk_case
 
 Check = tuple[bool | None, dict[str, Any]]  # None: a figure that is neither right nor wrong
 PAGE_SIZE = 16
@@ -220,6 +224,45 @@ def list_product_checks(is_dry: bool) -> list[tuple[str, Callable[[], Check]]]:
     return checks
 
 
+def check_verification(size: int, seeds: Sequence[int], sizes: Sequence[int]) -> Check:
+    """Compare commits of random steps with those of the rules on the CPU; on a GPU also those of a captured graph."""
+    rules = (MATCH, REJECT, BLOCK, REJECT, MATCH)
+    num_accepted, different, differing_replays = 0, [], []
+    for seed in seeds:
+        case = make_walk_case(rules, size, seed, (torch.bfloat16, torch.float32)[seed % 2])
+        expected, got = case.reference(), case.run(*sizes)
+        num_accepted += sum(max(count - 1, 0) for count in expected.counts)
+        if (got.paths, got.tokens, got.failed) != (expected.paths, expected.tokens, expected.failed):
+            different.append(seed)
+        if DEVICE == "cuda" and not is_replay_equal(case):
+            differing_replays.append(seed)
+    figures = {"steps": len(seeds), "accepted": num_accepted, "different": different[:8]}
+    figures |= {"different_replays": differing_replays[:8]} if DEVICE == "cuda" else {}
+    return num_accepted > 0 and not different and not differing_replays, figures
+
+
+def is_replay_equal(case: WalkCase) -> bool:
+    """Return whether a graph that was captured with other logits gives the results of launches, without a wait."""
+    from foredraft.kernels.gpu.verify import walk_trees
+
+    probs = case.make_probs(DEVICE)
+    q, block = pack_step(case.tree, probs, case.noise, case.rules)
+    logits = torch.zeros_like(probs.logits)
+    walk_trees(logits, q, block)  # compiles
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = walk_trees(logits, q, block)
+        logits.copy_(probs.logits)
+        graph.replay()
+        launched = walk_trees(logits, q, block)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return torch.equal(out, launched)
+
+
 def list_checks(is_dry: bool) -> list[tuple[str, Callable[[], Check]]]:
     """List the checks, the most valuable first: bits of rows, then results, then the small kernels."""
     models = {name: replace(heads, kv_heads=1) for name, heads in MODELS.items()} if is_dry else MODELS
@@ -242,6 +285,8 @@ def list_checks(is_dry: bool) -> list[tuple[str, Callable[[], Check]]]:
                 (f"bits of one program and of splits, {title}", partial(check_modes, heads, batch, dtype)),
                 (f"attention against float64, {title}", partial(check_against_float64, heads, batch, dtype)),
             ]
+    size, seeds, sizes = (40, range(2), (64, 24)) if is_dry else (128_256, range(24), (2048, 8192))
+    checks.append(("verification: commits of the rules on the CPU", partial(check_verification, size, seeds, sizes)))
     for kind, dtype in DTYPES.items():
         for name, check in (("store", check_store), ("rotation", check_rotation), ("move", check_move),
                             ("norm", check_norm), ("layer norm", check_layer_norm)):  # fmt: skip

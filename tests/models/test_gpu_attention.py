@@ -4,6 +4,7 @@ Without a GPU the kernels run in triton's interpreter, chosen by the pool of a m
 """
 
 import copy
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -34,7 +35,7 @@ TREE = TreeOptions(branching=(2, 1))
 class CallCounter:
     """Counts of calls of each kernel."""
 
-    counts: dict[str, int] = field(default_factory=lambda: {"attend": 0, "store": 0, "move": 0})
+    counts: dict[str, int] = field(default_factory=lambda: {"attend": 0, "store": 0, "move": 0, "walk_trees": 0})
 
     def wrap(self, kernels: GPUKernels) -> GPUKernels:
         return replace(kernels, **{name: self._count(name, getattr(kernels, name)) for name in self.counts})
@@ -71,6 +72,14 @@ def make_drafter(kernels: GPUKernels | None, options: TreeOptions) -> DraftModel
     return DraftModel(wrap_model(make_model(0.05), kernels), context, options)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def fast_interpreter() -> Iterator[None]:
+    from tests.support.fast_interpreter import patch_language_once
+
+    with patch_language_once():
+        yield
+
+
 @pytest.fixture(scope="module")
 def counter() -> CallCounter:
     return CallCounter()
@@ -93,6 +102,7 @@ def test_plain_tokens_are_those_of_torch(llms: tuple[LLM, LLM], counter: CallCou
     passes = counter.counts["attend"] - before["attend"]
     assert passes > 0
     assert counter.counts["store"] - before["store"] == passes
+    assert counter.counts["walk_trees"] - before["walk_trees"] == passes, "a step was verified on the host"
 
 
 @pytest.mark.parametrize("options", [TreeOptions(), TREE], ids=["chain", "tree"])

@@ -11,13 +11,25 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import chain
 from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from foredraft.kernels.gpu import attention, layer_norm, move, norm, product, store
+from foredraft.kernels.gpu import (
+    attention,
+    chain_walk,
+    layer_norm,
+    move,
+    norm,
+    product,
+    row_records,
+    store,
+    tree_walks,
+)  # fmt: skip
+from foredraft.kernels.gpu.verify import WalkPlan
 
 WARP = 32
 SIZES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -27,6 +39,10 @@ FLOATS = {"parts": "*fp32", "sums": "*fp32", "cos": "*fp32", "sin": "*fp32", "sc
           "eps": "fp32"}  # fmt: skip
 
 ALIGNED = {"weight_row"}  # numbers that are multiples of 16 for real models
+WALKS = {"logits": "*bf16", "q": "*fp32", "table": "*fp32", "request_floats": "*fp32", "request_longs": "*i64",
+         "request_doubles": "*fp64", "record_floats": "*fp32", "totals": "*fp64", "draft_sums": "*fp64",
+         "scratch": "*fp64", "weights": "*fp64"} | dict.fromkeys(
+             ("requests", "rows", "records", "shortlists", "draft_kinds", "out"), "*i32")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -45,11 +61,17 @@ class CompiledKernel:
 
 
 def compile_kernel(
-    name: str, kernel: Any, dtype: str, constants: dict[str, Any], capability: int, **options: Any
+    name: str,
+    kernel: Any,
+    dtype: str,
+    constants: dict[str, Any],
+    capability: int,
+    own_types: dict[str, str] | None = None,
+    **options: Any,
 ) -> CompiledKernel:
     """Compile a kernel. Arguments without a type of their own are numbers if the name has a `_`, else of `dtype`."""
     names = kernel.arg_names
-    types = FLOATS | ROWS | INTEGERS
+    types = FLOATS | ROWS | INTEGERS | (own_types or {})
     signature = {
         arg: "constexpr" if arg in constants else types.get(arg) or ("i32" if is_number(arg) else f"*{dtype}")
         for arg in names
@@ -151,6 +173,23 @@ def compile_product(
         yield compile_kernel(f"join of splits {name}", product.join_splits, dtype, constants, capability)
 
 
+def compile_walks(capability: int, logits: str = "bf16", q: str = "fp32") -> Iterator[CompiledKernel]:
+    """Compile the kernels of a verification."""
+    plan = WalkPlan()
+    types, sizes = WALKS | {"logits": f"*{logits}", "q": f"*{q}"}, {"TILE": plan.tile}
+    for name, kernel, constants, num_warps in (
+        ("rows", row_records.describe_rows, sizes | {"LIST": plan.shortlist}, plan.num_warps),
+        ("drafts", row_records.describe_drafts, sizes, plan.num_warps),
+        ("samples", tree_walks.walk_samples, {}, 1),
+        ("trials", tree_walks.walk_trials, sizes | {"HAS_Q": True}, plan.num_warps),
+        ("trials without q", tree_walks.walk_trials, sizes | {"HAS_Q": False}, plan.num_warps),
+        ("chain", chain_walk.walk_chain, sizes | {"HAS_Q": True}, plan.num_warps),
+    ):
+        yield compile_kernel(
+            f"verify {name} {logits} {q}", kernel, logits, constants, capability, types, num_warps=num_warps
+        )  # fmt: skip
+
+
 def compile_all(capability: int) -> Iterator[CompiledKernel]:
     """Compile every kernel for every type, width and group."""
     yield from compile_others(capability)
@@ -158,6 +197,8 @@ def compile_all(capability: int) -> Iterator[CompiledKernel]:
     for dtype in ("bf16", "fp16", "fp32"):
         for outputs, inputs in ((4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336), (128256, 4096), (97, 40)):
             yield from compile_product(capability, dtype, outputs, inputs, has_bias=outputs == inputs)
+    yield from compile_walks(capability)
+    yield from compile_walks(capability, "fp16", "fp64")
     for dtype, width, group in (
         ("bf16", 64, 1), ("bf16", 64, 8), ("bf16", 128, 4), ("bf16", 128, 20), ("bf16", 80, 4), ("bf16", 256, 2),
         ("fp16", 128, 8), ("fp32", 64, 4), ("fp32", 128, 4), ("fp32", 256, 8),
@@ -181,7 +222,7 @@ def main(selection: str, capabilities: str) -> None:
         for kernel in found:
             print(json.dumps(asdict(kernel)), flush=True)
     if selection == "main":
-        for kernel in compile_others(targets[0]):
+        for kernel in chain(compile_others(targets[0]), compile_walks(targets[0])):
             print(json.dumps(asdict(kernel)), flush=True)
 
 

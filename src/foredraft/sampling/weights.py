@@ -17,7 +17,7 @@ LN_2 = 0.6931471805599453
 _STEPS_BIAS = 786432.0  # 1.5 * 2^19: a float32 of this size has a precision of 1/16
 _STEPS_BITS = 0x49400000  # its bits
 _POWERS = (float.fromhex("0x1.62e43p-1"), float.fromhex("0x1.ebff92p-3"), float.fromhex("0x1.c6b348p-5"))
-_SIXTEENTHS = np.array(  # 2^(j / 16), rounded to float32
+SIXTEENTHS = np.array(  # 2^(j / 16), rounded to float32
     [
         float.fromhex(f"0x{digits}p0")
         for digits in (
@@ -53,7 +53,7 @@ def compute_weights(exponents: Tensor) -> Tensor:
     c1, c2, c3 = _POWERS
     q = (r * c3).add_(c2).mul_(r).add_(c1).mul_(r)
     k = shifted.view(torch.int32).sub_(_STEPS_BITS)  # t = k / 16 + r
-    e = torch.from_numpy(_SIXTEENTHS.take((k & 15).numpy(), mode="clip"))  # a third of the time of torch's indexing
+    e = torch.from_numpy(SIXTEENTHS.take((k & 15).numpy(), mode="clip"))  # a third of the time of torch's indexing
     y = q.mul_(e).add_(e).view(torch.int32).add_((k >> 4).bitwise_left_shift_(23))
     return y.view(torch.float32).mul_(kept)
 

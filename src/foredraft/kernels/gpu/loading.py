@@ -28,6 +28,7 @@ class GPUKernels:
     move: Callable[..., None]  # kernels.gpu.move.move
     make_pointer_table: Callable[..., Any]  # kernels.gpu.move.PointerTable.make
     max_moves: int
+    walk_trees: Callable[..., Tensor]  # kernels.gpu.verify.walk_trees
 
     def can_attend(self, query: Tensor, keys: Tensor, values: Tensor) -> bool:
         """Return whether the kernel takes queries [T, Hq, D] with keys and values [S, Hkv, D]; a refusal is logged."""
@@ -54,9 +55,11 @@ def load_kernels() -> GPUKernels:
         ForedraftError: triton is not installed.
     """
     _check_triton()
-    from foredraft.kernels.gpu import attention, move, store
+    from foredraft.kernels.gpu import attention, move, store, verify
 
-    return GPUKernels(attention.attend, store.store, move.move, move.PointerTable.make, move.MAX_MOVES)
+    return GPUKernels(
+        attention.attend, store.store, move.move, move.PointerTable.make, move.MAX_MOVES, verify.walk_trees
+    )
 
 
 @cache
