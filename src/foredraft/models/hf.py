@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from threading import Lock
 from typing import Any, Protocol
 
@@ -23,6 +23,8 @@ from foredraft.models.forward_batch import AFTER_FINAL_NORM, ForwardBatch
 from foredraft.models.hidden_states import capture_hidden_states
 from foredraft.models.native.decoder import NativeDecoder, explain_unsupported
 from foredraft.models.packed_linear import check_quantizable, list_packed_weights, pack_linears
+from foredraft.models.padded_rows import PaddedRows
+from foredraft.models.recorded_pass import RecordedPasses
 from foredraft.models.truncated_modules import Adapter, truncate_model
 from foredraft.source import EncoderSource
 
@@ -48,8 +50,8 @@ class LM(Protocol):
             hidden_layers: layer boundaries to return. Default () = none.
 
         Returns:
-            Logits [R, V] of forward_batch.logit_rows, and hidden states [T, F] at the boundaries, concatenated, or
-            None without boundaries.
+            Logits [R, V] of forward_batch.logit_rows, valid until the next pass of this model, and hidden states [T, F]
+            at the boundaries, concatenated, or None without boundaries.
         """
 
 
@@ -65,8 +67,12 @@ class HFModel:
     fused: NativeDecoder | None = None  # native version of the whole model; None = transformers' modules run
     # Held during a pass through transformers' modules. Copies with new KV share the modules and their hooks.
     modules_lock: Lock = field(default_factory=Lock)
+    recorded: RecordedPasses = field(init=False)
     max_context: int | None = field(kw_only=True, default=None)  # tokens; None = the model's own limit
     has_exact_modules: bool = field(kw_only=True, default=False)  # linear layers and norms of `models/exact_modules.py`
+
+    def __post_init__(self) -> None:
+        self.recorded = RecordedPasses(self.name, self.pool)
 
     @classmethod
     def wrap_model(
@@ -224,18 +230,14 @@ class HFModel:
         self.check_boundaries(hidden_layers)
         if self.fused is not None:
             return self.fused.forward(forward_batch, self.pool, hidden_layers)
-        with self.modules_lock, capture_hidden_states(self.model, hidden_layers) as captured:
-            logits = _run_modules(self.model, forward_batch, self.pool)
-        features = torch.cat([captured[layer][0] for layer in hidden_layers], -1) if hidden_layers else None
-        return logits, features
+        run = partial(_run_modules, self.model, self.pool)
+        with self.modules_lock:
+            recorded = self.recorded.run(forward_batch, hidden_layers, run)
+            return run(forward_batch, hidden_layers) if recorded is None else recorded
 
     def check_boundaries(self, hidden_layers: tuple[int, ...]) -> None:
         """Raise ForedraftError if the model has no such layer boundary."""
-        for layer in hidden_layers:
-            if layer != AFTER_FINAL_NORM and not 0 <= layer <= self.num_layers:
-                raise ForedraftError(
-                    f"hidden layer {layer} is not a boundary of {self.name}: it has {self.num_layers} layers"
-                )
+        _check_boundaries(hidden_layers, self.num_layers, self.name)
 
     def truncate_modules(self, num_layers: int, adapter: Adapter | None) -> Callable[[ForwardBatch], Tensor]:
         """Make the pass of transformers' modules through the first layers, the adapter, the final norm and the head.
@@ -251,13 +253,13 @@ class HFModel:
 
         def run(forward_batch: ForwardBatch) -> Tensor:
             with self.modules_lock:
-                return _run_modules(model, forward_batch, self.pool)
+                return _run_modules(model, self.pool, forward_batch)[0]
 
         return run
 
 
 def _scale_logits(logits: Tensor, config: Any) -> Tensor:
-    """Scale and cap logits as the model of a configuration does."""
+    """Scale and cap the output of the head as the configuration says."""
     logits = logits / (getattr(config, "logits_scaling", None) or 1.0)
     scale = getattr(config, "logit_scale", None)
     logits = logits if scale is None else logits * scale
@@ -288,17 +290,27 @@ def _share_weights(
     return index.share(packers[0]), index.share(packers[1])
 
 
-def _run_modules(model: Any, forward_batch: ForwardBatch, pool: KVPool) -> Tensor:
-    """Run the modules of a model and return the logits [R, V]."""
-    logits: Tensor = model(
-        input_ids=forward_batch.tokens,
-        position_ids=forward_batch.positions,
-        use_cache=False,
-        logits_to_keep=forward_batch.logit_rows,
-        forward_batch=forward_batch,
-        pool=pool,
-    ).logits[0]
-    return logits
+def _run_modules(
+    model: Any, pool: KVPool, forward_batch: ForwardBatch | PaddedRows, hidden_layers: tuple[int, ...] = ()
+) -> tuple[Tensor, Tensor | None]:
+    """Run the modules of a model; see LM.forward."""
+    with capture_hidden_states(model, hidden_layers) as captured:
+        logits: Tensor = model(
+            input_ids=forward_batch.tokens,
+            position_ids=forward_batch.positions,
+            use_cache=False,
+            logits_to_keep=forward_batch.logit_rows,
+            forward_batch=forward_batch,
+            pool=pool,
+        ).logits[0]
+    return logits, torch.cat([captured[layer][0] for layer in hidden_layers], -1) if hidden_layers else None
+
+
+def _check_boundaries(hidden_layers: tuple[int, ...], num_layers: int, name: str) -> None:
+    """Raise ForedraftError if a model has no such layer boundary."""
+    for layer in hidden_layers:
+        if layer != AFTER_FINAL_NORM and not 0 <= layer <= num_layers:
+            raise ForedraftError(f"hidden layer {layer} is not a boundary of {name}: it has {num_layers} layers")
 
 
 def _check_context(max_tokens: int, limit: int, name: str) -> None:
