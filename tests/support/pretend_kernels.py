@@ -1,5 +1,6 @@
 """Triton kernels on the pretended GPU: they run in triton's interpreter, on the numbers of the pretended tensors."""
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
+from foredraft.kernels.gpu.graphs import GRAPHS_VARIABLE
 from foredraft.kernels.gpu.loading import ExactKernels, GPUKernels, load_exact_kernels, load_kernels
 from foredraft.kernels.gpu.rows import DeviceRows
 from tests.support.pretend_gpu import PretendTensor, pretend_gpu
@@ -58,6 +60,7 @@ def pretend_kernels(**other: Callable[..., Any]) -> Iterator[None]:
     kernels, exact = make_kernels(), make_exact_kernels(**other)
     with (
         pretend_gpu(),
+        mock.patch.dict(os.environ, {GRAPHS_VARIABLE: "0"}),  # there is nothing that could capture
         mock.patch(f"{LOADING}.explain_missing_kernels", return_value=None),
         mock.patch(f"{EXACT}.explain_missing_kernels", return_value=None),
         mock.patch(f"{LOADING}.load_kernels", return_value=kernels),

@@ -237,11 +237,7 @@ class HFModel:
 
     def check_boundaries(self, hidden_layers: tuple[int, ...]) -> None:
         """Raise ForedraftError if the model has no such layer boundary."""
-        for layer in hidden_layers:
-            if layer != AFTER_FINAL_NORM and not 0 <= layer <= self.num_layers:
-                raise ForedraftError(
-                    f"hidden layer {layer} is not a boundary of {self.name}: it has {self.num_layers} layers"
-                )
+        _check_boundaries(hidden_layers, self.num_layers, self.name)
 
     def truncate_modules(self, num_layers: int, adapter: Adapter | None) -> Callable[[ForwardBatch], Tensor]:
         """Make the pass of transformers' modules through the first layers, the adapter, the final norm and the head.
@@ -308,6 +304,13 @@ def _run_modules(
             pool=pool,
         ).logits[0]
     return logits, torch.cat([captured[layer][0] for layer in hidden_layers], -1) if hidden_layers else None
+
+
+def _check_boundaries(hidden_layers: tuple[int, ...], num_layers: int, name: str) -> None:
+    """Raise ForedraftError if a model has no such layer boundary."""
+    for layer in hidden_layers:
+        if layer != AFTER_FINAL_NORM and not 0 <= layer <= num_layers:
+            raise ForedraftError(f"hidden layer {layer} is not a boundary of {name}: it has {num_layers} layers")
 
 
 def _check_context(max_tokens: int, limit: int, name: str) -> None:
