@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from foredraft.draft_length.adaptive import AdaptiveLengthPolicy
 from foredraft.draft_length.costs import CostCurve
+from foredraft.draft_length.length_table import AUTO_LENGTHS
 from foredraft.draft_length.loss_budget import LossBudgetPolicy
 from foredraft.draft_length.policy import DraftLengthPolicy, FixedLengthPolicy
 from foredraft.drafter_factory import DrafterFactory
@@ -14,8 +15,7 @@ from foredraft.drafters.user_spec import (
     UserDrafterSpec,
     get_max_draft_length,
     names_method,
-    parse_batch_size_limits,
-    parse_draft_length,
+    parse_length_table,
 )
 from foredraft.engine.engine import Engine
 from foredraft.engine.scheduler import SchedulerLimits
@@ -46,7 +46,7 @@ class EngineSetup:
         Args:
             drafters: factory for the target.
             user_spec: method name, dict of options, drafter object or None.
-            num_tokens: longest draft in tokens, or "auto".
+            num_tokens: draft lengths in tokens, as `LengthTable.parse` takes them.
             limits: sizes of KV memory and steps.
             is_debug: whether to check invariants after every step.
 
@@ -54,13 +54,14 @@ class EngineSetup:
             ForedraftError: for a drafter that cannot be used, or a model that does not fit into memory.
         """
         target = drafters.target
-        length = parse_draft_length(user_spec, num_tokens)
-        longest = get_max_draft_length(user_spec) if length is None else length
+        lengths = parse_length_table(user_spec, num_tokens)
+        longest = get_max_draft_length(user_spec) if lengths.most is None else lengths.most
         drafter, name = drafters.make(user_spec, longest)
         spec = NO_DRAFT_SPEC if drafter is None else drafter.spec
         if spec.attach is not None:  # the drafter uses the KV pool of the target
             spec.attach(target)
-        is_adaptive = length is None and (drafter is None or names_method(user_spec))
+        # Lengths of a drafter object adapt only if bounds are given: all its lengths may be those of its author.
+        is_adaptive = not lengths.is_fixed and (drafter is None or names_method(user_spec) or lengths != AUTO_LENGTHS)
         memory = spec.draft_kv
         per_token = target.bytes_per_token() + (0 if memory is None else memory.bytes_per_token)
         num_pages = limits.num_pages(target.context_length, per_token, target.device)
@@ -70,7 +71,11 @@ class EngineSetup:
             target,
             drafters.with_predictions(drafter, name),
             PageAllocator(num_pages, limits.page_size),
-            SchedulerLimits(limits.max_batch, limits.max_step_tokens, draft_limits=parse_batch_size_limits(user_spec)),
+            SchedulerLimits(
+                limits.max_batch,
+                limits.max_step_tokens,
+                draft_limits=lengths.lift(longest) if names_method(user_spec) else lengths,
+            ),
             target.device,
             is_debug=is_debug,
             prefix_cache=limits.prefix_cache,

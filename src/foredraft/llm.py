@@ -50,7 +50,8 @@ class LLM(CompletionGenerator):
         device: "cpu", "cuda" or "cuda:N". Default "auto" = the first GPU, else the CPU.
         verify: a verification rule or its name. Default "auto" = `match` for greedy and seeded requests, else `reject`.
             A request may name its own: `RequestOptions(verify=...)`.
-        num_speculative_tokens: longest draft. Default "auto" = chosen at every step from measured times, possibly 0.
+        num_speculative_tokens: draft length in tokens. Default "auto" = chosen at every step from measured times,
+            possibly 0. "2-6" = chosen from 2 to 6; "1:6,8:2,32:0" = by the number of requests in the step.
         tokenizer: a tokenizer, its folder or hub id, or None. Default "auto" = that of the folder or hub id; none for a
             loaded model.
         limits: sizes of KV memory and steps. Default None = `MemoryLimits()`.

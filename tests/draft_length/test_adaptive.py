@@ -219,7 +219,7 @@ def test_no_request_exceeds_its_limit_and_a_requested_length_is_a_limit():
     lengths = AdaptiveLengthPolicy()
     for step in range(60):
         asks = [
-            DraftCandidate(0, 5, is_fixed=True),
+            DraftCandidate(0, 5, min_nodes=5),
             DraftCandidate(1, step % 4),
             DraftCandidate(2, 1),
             DraftCandidate(3, 0),
@@ -231,7 +231,7 @@ def test_no_request_exceeds_its_limit_and_a_requested_length_is_a_limit():
         rows = 4 + sum(budgets)
         lengths.record_step(StepReport(4, rows, rows, 100 * rows, 0.01, 1.0, outcomes))
         assert lengths.decision.nodes == sum(budgets)
-    assert lengths.allocate([DraftCandidate(0, 5, is_fixed=True)], 1) == [5]
+    assert lengths.allocate([DraftCandidate(0, 5, min_nodes=5)], 1) == [5]
     assert lengths.decision.reason == "fixed"
 
 
@@ -263,10 +263,33 @@ def test_the_decision_says_what_it_expects():
 
 
 def test_fixed_gives_what_is_asked_for():
-    assert FixedLengthPolicy().allocate([DraftCandidate(0, 3), DraftCandidate(1, 7, is_fixed=True)], 2) == [3, 7]
+    assert FixedLengthPolicy().allocate([DraftCandidate(0, 3), DraftCandidate(1, 7, min_nodes=7)], 2) == [3, 7]
 
 
 def test_a_dear_drafter_that_reads_slowly_is_given_up_although_it_would_pay():
     """A known shortfall: the time credit ends before a gain of 10% is found. It must at least cost nothing."""
     world = SimulatedEngine(stairs, draft=1.0, reading=0.02, accept=constant(0.95), load=lambda step: 4)
     assert simulate(world)[1].speed >= 0.98
+
+
+@pytest.mark.parametrize("load", [1, 4])
+@pytest.mark.parametrize(("least", "most"), [(2, 4), (3, 3), (0, 2)])
+def test_the_policy_chooses_within_the_bounds_of_operator_and_request(least, most, load):
+    """Drafts pay, lose, are probed and measured: the bounds hold in every step, also if the best length is outside."""
+    for chance, draft in ((0.95, 0.0), (0.05, 0.5)):
+        world = SimulatedEngine(
+            draft=draft, accept=constant(chance), load=lambda step: load, least=least, most=most, life=10**8
+        )
+        lengths, totals = simulate(world, 700)
+        assert all(load * least <= granted <= load * most for granted in totals.budgets)
+        # the best length outside the bounds: the nearest inside it
+        assert totals.budgets[-1] == load * (most if chance > 0.5 else least)
+        if least == most:
+            assert set(lengths.counts) == {"fixed"}
+
+
+def test_the_plan_adds_nodes_to_the_least_length_if_they_pay():
+    """Nodes up to the least length are granted in any case: those beyond it are compared with them, not with none."""
+    world = SimulatedEngine(stairs, accept=constant(0.7), load=lambda step: 2, least=2, most=8)
+    _, totals = simulate(world, 1500)
+    assert max(set(totals.budgets[-200:]), key=totals.budgets[-200:].count) == 6  # 2 requests, 8 rows: end of the stair

@@ -115,7 +115,7 @@ def test_a_plan_is_the_best_of_all(count, data):
     falling = st.lists(st.floats(0.01, 1.0), min_size=3, max_size=3).map(lambda row: sorted(row, reverse=True))
     gains = [data.draw(falling) for _ in range(count)]
     scene = StepShape(count, count, 0.0)
-    plan = planner.find_best_plan(scene, list(range(count)), [3] * count, gains, [[1.0] * 3] * count)
+    plan = planner.find_best_plan(scene, list(range(count)), [(0, 3)] * count, gains, [[1.0] * 3] * count)
     assert plan.rate == pytest.approx(find_best_rate(planner, scene, gains, per_level), rel=1e-6)
     assert plan.plain_rate == pytest.approx(count / points[count - 1][1])
 
@@ -124,7 +124,7 @@ def test_a_plan_looks_over_the_edge_of_a_shelf():
     """The second shelf pays although its first node does not."""
     points = [(1, 1.0), (2, 1.5), (9, 1.5)]
     plan = Planner(CostCurve(points), DraftCost()).find_best_plan(
-        StepShape(1, 1, 0.0), [0], [8], [[0.4] * 8], [[1.0] * 8]
+        StepShape(1, 1, 0.0), [0], [(0, 8)], [[0.4] * 8], [[1.0] * 8]
     )
     assert plan.nodes_by_slot == {0: 8}
     assert plan.speedup > 2.0
@@ -134,6 +134,6 @@ def test_rare_drafts_are_priced_whole():
     """Nodes drafted in one step of ten cost a tenth of an expensive shelf, not a cheap shelf that their mean fits."""
     curve = CostCurve([(1, 1.0), (4, 1.0), (5, 9.0), (64, 9.0)])
     plan = Planner(curve, DraftCost()).find_best_plan(
-        StepShape(2, 2, 0.0), [0, 1], [8, 8], [[0.08] * 2 + [0.01] * 6] * 2, [[0.1] * 8] * 2
+        StepShape(2, 2, 0.0), [0, 1], [(0, 8)] * 2, [[0.08] * 2 + [0.01] * 6] * 2, [[0.1] * 8] * 2
     )
     assert plan.longest <= 2

@@ -52,6 +52,7 @@ class SimulatedEngine:
     load: Callable[[int], int] = lambda step: 1
     life: int = 10**9  # tokens of a request
     kind: Callable[[int], int] = lambda request: 0
+    least: int = 0  # nodes of a draft, by operator or request
     most: int = 8
     noise: float = 0.02
     outliers: float = 0.0  # chance of a step that takes ten times as long
@@ -132,7 +133,9 @@ def _step(
 ) -> None:
     count = len(running)
     asks = [
-        DraftCandidate(r.slot, min(world.most, r.left - 1), kind=world.kind(r.number)) for r in running if r.left > 1
+        DraftCandidate(r.slot, min(world.most, r.left - 1), min(world.least, r.left - 1), world.kind(r.number))
+        for r in running
+        if r.left > 1
     ]
     granted = lengths.allocate(asks, count, 200 * count)
     budgets = {ask.slot: budget for ask, budget in zip(asks, granted, strict=True)}

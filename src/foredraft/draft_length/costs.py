@@ -225,14 +225,14 @@ class DraftCost:
 
 @dataclass(frozen=True)
 class StepShape:
-    """Size of a step before its drafts, including drafts of fixed length."""
+    """Size of a step before its drafts, including drafts of fixed length and the least length of other drafts."""
 
     num_requests: int  # requests that get a new token in this step
     num_pass_tokens: int  # tokens of the forward pass without draft nodes
     context_per_token: float  # mean number of tokens that a token of the pass attends to
-    fixed_longest: int = 0  # largest draft length fixed by a request
-    fixed_nodes: int = 0  # draft nodes of all requests with a fixed draft length
-    fixed_accepted: float = 0.0  # expected accepted tokens of those drafts
+    fixed_longest: int = 0  # largest least length of a request; the least length of a fixed draft is its length
+    fixed_nodes: int = 0  # draft nodes of all requests up to their least lengths
+    fixed_accepted: float = 0.0  # expected accepted tokens of those nodes
 
 
 @dataclass(frozen=True)
@@ -266,7 +266,7 @@ class Planner:
         self,
         shape: StepShape,
         slots: Sequence[int],
-        max_nodes: Sequence[int],
+        limits: Sequence[tuple[int, int]],
         survival: list[list[float]],
         draft_probs: list[list[float]],
     ) -> LengthPlan:
@@ -278,13 +278,13 @@ class Planner:
         Args:
             shape: the step without these drafts.
             slots: B slots of the requests to plan for.
-            max_nodes: B upper limits on nodes.
-            survival: [B][max(max_nodes)] of `SurvivalEstimator.estimate_survival`.
-            draft_probs: [B][max(max_nodes)] of `SurvivalEstimator.estimate_draft_probs`.
+            limits: B lower and upper limits on nodes. The shape includes the nodes up to the lower limits.
+            survival: [B][N] of `SurvivalEstimator.estimate_survival`, where N is the largest upper limit.
+            draft_probs: [B][N] of `SurvivalEstimator.estimate_draft_probs`.
         """
         if len(slots) == 1:
-            return self._plan_one(shape, slots[0], survival[0], draft_probs[0])
-        return self._plan_many(shape, slots, np.array(max_nodes), np.array(survival), np.array(draft_probs))
+            return self._plan_one(shape, slots[0], limits[0][0], survival[0], draft_probs[0])
+        return self._plan_many(shape, slots, np.array(limits), np.array(survival), np.array(draft_probs))
 
     def estimate_verify_time(self, shape: StepShape, nodes: float) -> float:
         """Return the predicted seconds of the forward pass with this many draft nodes."""
@@ -315,42 +315,46 @@ class Planner:
         return shape.num_requests + shape.fixed_accepted, max(seconds, MIN_SECONDS)
 
     def _plan_one(
-        self, shape: StepShape, slot: int, survival: Sequence[float], draft_probs: Sequence[float]
+        self, shape: StepShape, slot: int, least: int, survival: Sequence[float], draft_probs: Sequence[float]
     ) -> LengthPlan:
-        """Plan for one request: evaluate every draft length."""
+        """Plan for one request: evaluate every draft length above the least."""
         tokens, seconds = plain_tokens, plain_seconds = self.estimate_baseline(shape)
         before = self.estimate_verify_time(shape, shape.fixed_nodes)
         seconds -= self.draft_cost.predict(shape.num_requests, shape.fixed_longest, shape.fixed_nodes)
-        nodes, best_rate, best_length, best_accepted = float(shape.fixed_nodes), 0.0, 0, 0.0
-        for n, (node_survival, draft_prob) in enumerate(zip(survival, draft_probs, strict=True), start=1):
-            after = self.estimate_verify_time(shape, shape.fixed_nodes + n)
+        nodes, best_rate, best_length, best_accepted = float(shape.fixed_nodes), 0.0, least, 0.0
+        for n in range(least + 1, len(survival) + 1):
+            node_survival, draft_prob = survival[n - 1], draft_probs[n - 1]
+            after = self.estimate_verify_time(shape, shape.fixed_nodes + n - least)
             tokens, nodes, seconds = tokens + node_survival, nodes + draft_prob, seconds + draft_prob * (after - before)
             before = after
             drafting = self.draft_cost.predict(shape.num_requests, max(n, shape.fixed_longest), nodes)
             rate = tokens / max(seconds + drafting, MIN_SECONDS)
             if rate > best_rate:
                 best_rate, best_length, best_accepted = rate, n, tokens - plain_tokens
-        acceptance = best_accepted / best_length if best_length else 0.0
+        acceptance = best_accepted / (best_length - least) if best_length > least else 0.0
         return LengthPlan({slot: best_length}, best_length, plain_tokens / plain_seconds, best_rate, acceptance)
 
     def _plan_many(
-        self, shape: StepShape, slots: Sequence[int], max_nodes: Ints, survival: Floats, draft_probs: Floats
+        self, shape: StepShape, slots: Sequence[int], limits: Ints, survival: Floats, draft_probs: Floats
     ) -> LengthPlan:
-        """Plan for several requests: max_nodes [B], survival and draft_probs [B, N]."""
+        """Plan for several requests: limits [B, 2], survival and draft_probs [B, N]."""
         tokens, seconds = self.estimate_baseline(shape)
         count, width = survival.shape
         order = np.argsort(-survival, axis=None, kind="stable")  # equal nodes of one request stay in their order
         request, node = order // width, order % width + 1
-        allowed = node <= max_nodes[request]
+        least, most = limits[:, 0], limits[:, 1]
+        allowed = (node > least[request]) & (node <= most[request])
         order, request, node = order[allowed], request[allowed], node[allowed]
         survival, draft_probs = survival.ravel()[order], draft_probs.ravel()[order]
-        # Log probability that a request has no draft at all, at the node that would be its first.
-        log_no_draft = np.where(node == 1, np.log1p(-np.minimum(draft_probs, 1.0 - 1e-9)), 0.0)
+        # Log probability that a request has no draft beyond its least length, at the node that would be the next.
+        log_no_draft = np.where(node == least[request] + 1, np.log1p(-np.minimum(draft_probs, 1.0 - 1e-9)), 0.0)
         before = self.estimate_verify_time(shape, shape.fixed_nodes)
         rest = seconds - before - self.draft_cost.predict(shape.num_requests, shape.fixed_longest, shape.fixed_nodes)
         best_rate, best_longest, best_size, best_accepted = 0.0, 0, 0, 0.0
         for longest in _list_lengths(width):
             inside = node <= longest
+            if longest <= least.min():
+                continue  # no node is inside
             accepted, expected_nodes = np.cumsum(survival[inside]), np.cumsum(draft_probs[inside])
             any_draft = -np.expm1(np.cumsum(log_no_draft[inside]))
             # The pass is priced at the nodes given that there is a draft, not at the mean: rare drafts come whole, and
@@ -368,7 +372,8 @@ class Planner:
             n = int(rate.argmax())
             if rate[n] > best_rate:
                 best_rate, best_longest, best_size, best_accepted = float(rate[n]), longest, n + 1, float(accepted[n])
-        granted = np.bincount(request[node <= best_longest][:best_size], minlength=count).tolist()
+        added = np.bincount(request[node <= best_longest][:best_size], minlength=count)
+        granted = (least + added).tolist()
         acceptance = best_accepted / best_size if best_size else 0.0
         nodes_by_slot = dict(zip(slots, granted, strict=True))
         return LengthPlan(nodes_by_slot, max(granted), tokens / seconds, best_rate, acceptance)
