@@ -1,5 +1,6 @@
 """Setup of an engine: a target, a drafter and limits in, an engine with KV memory for both out."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from foredraft.draft_length.adaptive import AdaptiveLengthPolicy
@@ -79,12 +80,21 @@ class EngineSetup:
             target.device,
             is_debug=is_debug,
             prefix_cache=limits.prefix_cache,
-            length_policy=create_length_policy(drafter) if is_adaptive else FixedLengthPolicy(),
+            length_policy=create_length_policy(drafter, target.row_buckets) if is_adaptive else FixedLengthPolicy(),
         )
         return cls(engine, drafter, name, is_adaptive)
 
 
-def create_length_policy(drafter: Drafter | None, curve: CostCurve | None = None) -> DraftLengthPolicy:
-    """Create the policy of adaptive draft lengths for a drafter, with measured costs if there are any."""
+def create_length_policy(
+    drafter: Drafter | None, row_buckets: Sequence[int] = (), points: Sequence[tuple[int, float]] = ()
+) -> DraftLengthPolicy:
+    """Create the policy of adaptive draft lengths for a drafter.
+
+    Args:
+        drafter: the drafter; None = plain decoding.
+        row_buckets: numbers of rows that the target's passes are padded to; () = they are not padded.
+        points: measured (rows, seconds) of the target's passes; () = learnt from steps.
+    """
+    curve = CostCurve(points, row_buckets)
     decides_length = drafter is not None and drafter.spec.decides_length
     return LossBudgetPolicy(curve) if decides_length else AdaptiveLengthPolicy(curve)

@@ -11,10 +11,12 @@ from foredraft.draft_length.policy import DraftCandidate, DraftOutcome, FixedLen
 from foredraft.draft_length.probes import PROBE_NODES, PROBE_STEPS
 from tests.support.simulated_engine import (
     CURVES,
+    GRAPH_BUCKETS,
     SimulatedEngine,
     SimulationTotals,
     bend,
     find_best_fixed,
+    graphs,
     linear,
     run,
     stairs,
@@ -293,3 +295,24 @@ def test_the_plan_adds_nodes_to_the_least_length_if_they_pay():
     world = SimulatedEngine(stairs, accept=constant(0.7), load=lambda step: 2, least=2, most=8)
     _, totals = simulate(world, 1500)
     assert max(set(totals.budgets[-200:]), key=totals.budgets[-200:].count) == 6  # 2 requests, 8 rows: end of the stair
+
+
+@pytest.mark.parametrize("load", [1, 3, 9, 20])
+def test_the_chosen_length_sits_at_the_end_of_a_stair(load):
+    """A pass costs what its graph costs, so the rows up to the next bucket are free and the first beyond it is dear."""
+    world = SimulatedEngine(graphs, draft_row=0.001, accept=constant(0.8), load=lambda step: load)
+    lengths = AdaptiveLengthPolicy(CostCurve(world.points(GRAPH_BUCKETS), GRAPH_BUCKETS))
+    totals = run(world, lengths, 1500)
+    ends = [budget + load in GRAPH_BUCKETS for budget, reason in zip(totals.budgets, totals.reasons, strict=True)
+            if reason == "pays"]  # fmt: skip
+    assert len(ends) > 1000
+    assert sum(ends) > 0.95 * len(ends), "all but the lengthened drafts"
+    assert totals.speed >= BEST * find_best_fixed(world, 800)[1]
+
+
+def test_no_draft_leaves_the_last_graph():
+    """Drafts that pay, probes, long drafts and the start: rows beyond the last graph cost three passes."""
+    world = SimulatedEngine(graphs, accept=constant(0.95), load=lambda step: 60)
+    lengths = AdaptiveLengthPolicy(CostCurve(world.points(GRAPH_BUCKETS), GRAPH_BUCKETS))
+    totals = run(world, lengths, 500)
+    assert max(totals.budgets) + 60 == GRAPH_BUCKETS[-1]

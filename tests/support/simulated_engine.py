@@ -1,7 +1,7 @@
 """Engines that exist on paper only: known costs, known acceptance, a fake clock. Everything is seeded."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from foredraft.draft_length.policy import DraftCandidate, DraftLengthPolicy, DraftOutcome, StepReport
@@ -28,6 +28,15 @@ def stairs(rows: int) -> float:
 def bend(rows: int) -> float:
     """Memory hides the arithmetic of eight rows, no more."""
     return max(1.0, rows / 8) + 0.02 * rows
+
+
+GRAPH_BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+
+
+def graphs(rows: int) -> float:
+    """Padded to the rows of captured graphs. Passes beyond the last one are launched kernel by kernel."""
+    padded = next((bucket for bucket in GRAPH_BUCKETS if bucket >= rows), None)
+    return 1.0 + 0.02 * padded if padded else 3.0 + 0.02 * rows
 
 
 CURVES: dict[str, Curve] = {"flat": flat, "linear": linear, "stairs": stairs, "bend": bend}
@@ -60,8 +69,8 @@ class SimulatedEngine:
     branches: int = 1  # above 1: a tree of this many siblings at every level
     seed: int = 0
 
-    def points(self) -> list[tuple[int, float]]:
-        return [(rows, self.curve(rows)) for rows in POINTS]
+    def points(self, sizes: Sequence[int] = POINTS) -> list[tuple[int, float]]:
+        return [(rows, self.curve(rows)) for rows in sizes]
 
 
 @dataclass

@@ -14,10 +14,11 @@ docs/controller.md explains the algorithm in a page. All times are in seconds.
 from collections import Counter
 from collections.abc import Sequence
 
-from foredraft.draft_length.costs import CostCurve, DraftCost, LengthPlan
+from foredraft.draft_length.costs import CostCurve, DraftCost
 from foredraft.draft_length.current_plan import Candidates, CurrentPlan
 from foredraft.draft_length.intervals import LARGE_BATCH, compute_plain_interval
 from foredraft.draft_length.observer import WARMUP_NODES, StepObserver
+from foredraft.draft_length.planner import LengthPlan, cut_nodes
 from foredraft.draft_length.policy import DecisionReason, LengthDecision, StepReport
 from foredraft.draft_length.prober import Prober
 from foredraft.draft_length.probes import PROBE_NODES
@@ -87,7 +88,9 @@ class AdaptiveLengthPolicy:
         if adjustable:
             plan = self._plan.update(candidates, adjustable, num_pass_tokens, attended_tokens)
             reason, chosen = self._choose_nodes(plan, adjustable, num_pass_tokens)
-            nodes_by_slot |= chosen
+            fixed_rows = sum(c.min_nodes for c in candidates if c.is_fixed)
+            # A probe and a draft longer than planned do not leave the last row bucket either.
+            nodes_by_slot |= cut_nodes(chosen, self.curve.count_free_rows(num_pass_tokens + fixed_rows))
         granted = [c.clip(nodes_by_slot.get(c.slot, 0)) for c in candidates]
         slowdown = observer.costs.slowdown  # current over usual step time; the plan uses usual times
         self.record_decision(LengthDecision(

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from foredraft.draft_length.costs import LengthPlan, StepShape
 from foredraft.draft_length.intervals import PAUSED_LIFETIME, get_plan_lifetime
 from foredraft.draft_length.observer import StepObserver
+from foredraft.draft_length.planner import LengthPlan, StepShape
 from foredraft.draft_length.policy import DraftCandidate
 
 Candidates = Sequence[DraftCandidate]

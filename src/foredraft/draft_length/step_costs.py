@@ -5,7 +5,8 @@ Pure: no clock. All times are in seconds.
 
 from copy import deepcopy
 
-from foredraft.draft_length.costs import CostCurve, DraftCost, Planner
+from foredraft.draft_length.costs import CostCurve, DraftCost
+from foredraft.draft_length.planner import Planner
 from foredraft.draft_length.policy import StepReport
 
 SLOWDOWN_SMOOTHING = 0.2  # weight of the newest step in the slowdown of the machine

@@ -65,6 +65,7 @@ class HFModel:
     # Held during a pass through transformers' modules. Copies with new KV share the modules and their hooks.
     modules_lock: Lock = field(default_factory=Lock)
     max_context: int | None = field(kw_only=True, default=None)  # tokens; None = the model's own limit
+    row_buckets: tuple[int, ...] = field(kw_only=True, default=())  # rising rows that passes are padded to; () = none
 
     @classmethod
     def wrap_model(
