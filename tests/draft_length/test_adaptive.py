@@ -9,6 +9,7 @@ from foredraft.draft_length.costs import CostCurve
 from foredraft.draft_length.observer import WARMUP_NODES
 from foredraft.draft_length.policy import DraftCandidate, DraftOutcome, FixedLengthPolicy, StepReport
 from foredraft.draft_length.probes import PROBE_NODES, PROBE_STEPS
+from foredraft.engine.calibrate import ROW_COUNTS
 from tests.support.simulated_engine import (
     CURVES,
     GRAPH_BUCKETS,
@@ -20,6 +21,7 @@ from tests.support.simulated_engine import (
     linear,
     run,
     stairs,
+    wait_for_memory,
 )
 
 PLAIN, BEST = 0.97, 0.95  # of plain decoding's speed, at any load; of the best fixed K's, for few requests
@@ -306,7 +308,7 @@ def test_the_chosen_length_sits_at_the_end_of_a_stair(load):
     ends = [budget + load in GRAPH_BUCKETS for budget, reason in zip(totals.budgets, totals.reasons, strict=True)
             if reason == "pays"]  # fmt: skip
     assert len(ends) > 1000
-    assert sum(ends) > 0.95 * len(ends), "all but the lengthened drafts"
+    assert sum(ends) > 0.92 * len(ends), "all but the lengthened and shortened drafts"
     assert totals.speed >= BEST * find_best_fixed(world, 800)[1]
 
 
@@ -316,3 +318,18 @@ def test_no_draft_leaves_the_last_graph():
     lengths = AdaptiveLengthPolicy(CostCurve(world.points(GRAPH_BUCKETS), GRAPH_BUCKETS))
     totals = run(world, lengths, 500)
     assert max(totals.budgets) + 60 == GRAPH_BUCKETS[-1]
+
+
+FAST, SLOW = wait_for_memory(0.7), wait_for_memory(1.4)
+
+
+@pytest.mark.parametrize(
+    ("measured", "real", "load", "chance"),
+    [(SLOW, FAST, 1, 0.85), (SLOW, FAST, 2, 0.85), (SLOW, FAST, 4, 0.7), (FAST, SLOW, 8, 0.85)],
+)
+def test_memory_and_arithmetic_that_move_apart_are_told_apart(measured, real, load, chance):
+    """Slow memory hides stairs of the arithmetic while the curve is measured. These four were 0.80, 0.66, 0.79 and 0.84
+    of the best length with one slowdown for all sizes: the size in use set it, so the other sizes kept their prices."""
+    world = SimulatedEngine(real, draft=0.05, accept=constant(chance), load=lambda step: load)
+    lengths = AdaptiveLengthPolicy(CostCurve(replace(world, curve=measured).points(ROW_COUNTS)))
+    assert run(world, lengths, 1000).speed >= 0.94 * find_best_fixed(world, 500)[1]

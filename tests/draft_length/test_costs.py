@@ -101,7 +101,8 @@ def test_a_pass_costs_what_its_bucket_costs():
     sizes = [1, 2, 3, 4, 5, 8, 8.0000001, 9, 16]
     expected = [1.0, 1.1, 1.2, 1.2, 2.0, 2.0, 2.0, 3.0, 3.0]
     assert [curve.interpolate(rows) for rows in sizes] == expected
-    assert curve._interpolate_many(np.array(sizes)).tolist() == expected
+    none = np.zeros(len(sizes))
+    assert curve.predict_many(1, np.array(sizes), none, none).tolist() == expected
     assert curve.interpolate(24) == pytest.approx(4.0), "beyond the last bucket a pass costs what its tokens cost"
     assert [curve.count_free_rows(rows) for rows in (1, 16, 17)] == [15, 0, None]
     assert CostCurve([(1, 1.0), (8, 8.0)]).count_free_rows(3) is None

@@ -39,6 +39,11 @@ def graphs(rows: int) -> float:
     return 1.0 + 0.02 * padded if padded else 3.0 + 0.02 * rows
 
 
+def wait_for_memory(memory: float) -> Curve:
+    """The longer of two times: reading the weights takes `memory`, the arithmetic rises in stairs of eight rows."""
+    return lambda rows: max(memory, 0.08 * rows + 0.5 * ((rows - 1) // 8))
+
+
 CURVES: dict[str, Curve] = {"flat": flat, "linear": linear, "stairs": stairs, "bend": bend}
 POINTS = (1, 2, 4, 5, 8, 9, 16, 17, 24, 25, 32, 33, 64, 65, 128, 129, 256, 512)
 

@@ -154,6 +154,8 @@ class AdaptiveLengthPolicy:
             return "measure", {}
         if is_drafting and observer.step % LONG_DRAFT_INTERVAL == 0:  # half as long again, rounded up
             granted = {slot: nodes + (nodes + 1) // 2 for slot, nodes in granted.items()}
+        elif is_drafting and observer.step % LONG_DRAFT_INTERVAL == LONG_DRAFT_INTERVAL // 2:  # a quarter shorter
+            granted = {slot: max(nodes - (nodes + 3) // 4, min(nodes, 1)) for slot, nodes in granted.items()}
         probed = self._prober.update(adjustable, granted, num_pass_tokens)
         if probed:
             granted = granted | {slot: max(PROBE_NODES, granted.get(slot, 0)) for slot in probed}

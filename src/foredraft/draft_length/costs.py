@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foredraft.draft_length.online_regression import OnlineRegression
+from foredraft.draft_length.size_correction import SizeCorrection
 
 Floats = NDArray[np.float64]
 
@@ -45,6 +46,7 @@ class CostCurve:
             raise ValueError("the row buckets of a cost curve must rise, each once")
         self._bucket_array = np.array(self._buckets, dtype=np.float64)
         self.is_measured = bool(points)
+        self._correction = SizeCorrection()
         curve_weight = 1.0 if points else 0.0
         # Coefficients of the curve, 1, requests, rows of logits, attended tokens. The first prior is the weakest,
         # because the whole pass becomes faster or slower far more often than one of its parts.
@@ -87,28 +89,43 @@ class CostCurve:
         """
         curve_factor, base, per_request, per_logit_row, per_attended = self._regression.weights
         seconds = curve_factor * self.interpolate(pass_tokens) + base + per_request * requests
-        return seconds + per_logit_row * logit_rows + per_attended * attended_tokens
+        seconds += per_logit_row * logit_rows + per_attended * attended_tokens
+        return seconds * self._correction.estimate(self.pad(pass_tokens))
 
     def predict_many(self, requests: int, pass_tokens: Floats, logit_rows: Floats, attended_tokens: Floats) -> Floats:
         """Return the predictions for many sizes at once; all arrays have the same shape [N]."""
         curve_factor, base, per_request, per_logit_row, per_attended = self._regression.weights
-        seconds = curve_factor * self._interpolate_many(pass_tokens) + (base + per_request * requests)
-        return seconds + per_logit_row * logit_rows + per_attended * attended_tokens
+        padded = self._pad_many(pass_tokens)
+        seconds = curve_factor * self._interpolate_many(padded) + (base + per_request * requests)
+        seconds += per_logit_row * logit_rows + per_attended * attended_tokens
+        return seconds * self._correction.estimate_many(padded)
 
     def update(self, requests: int, pass_tokens: int, logit_rows: int, attended_tokens: int, seconds: float) -> float:
         """Add the measured time of a forward pass, and return it, clipped if it is an outlier."""
-        return self._regression.update(
-            (self.interpolate(pass_tokens), 1.0, requests, logit_rows, attended_tokens), seconds
-        )
+        features = self.interpolate(pass_tokens), 1.0, requests, logit_rows, attended_tokens
+        size = self.pad(pass_tokens)
+        predicted, factor = self._regression.predict(features), self._correction.estimate(size)
+        # Each of the two learns what the other leaves, so that neither corrects twice.
+        clipped = factor * self._regression.update(features, seconds / factor)
+        if predicted > 0.0:
+            self._correction.update(size, clipped / predicted)
+        return clipped
+
+    def get_confidence(self, pass_tokens: float) -> float:
+        """Return how well the time of a pass of this size is known beside those of other sizes, from 0 to 1."""
+        return self._correction.get_confidence(self.pad(pass_tokens))
+
+    def _pad_many(self, pass_tokens: Floats) -> Floats:
+        if not self._buckets:
+            return pass_tokens
+        index = np.searchsorted(self._bucket_array, pass_tokens - ROUNDING)
+        padded = self._bucket_array[np.minimum(index, len(self._buckets) - 1)]
+        return np.where(index < len(self._buckets), padded, pass_tokens)
 
     def _interpolate_many(self, pass_tokens: Floats) -> Floats:
-        if self._buckets:
-            index = np.searchsorted(self._bucket_array, pass_tokens - ROUNDING)
-            is_held = index < len(self._buckets)
-            padded = self._bucket_array[np.minimum(index, len(self._buckets) - 1)]
-            pass_tokens = np.where(is_held, padded, pass_tokens)
-            if not self._sizes:
-                return pass_tokens
+        """Interpolate at sizes [N] that are padded already."""
+        if self._buckets and not self._sizes:
+            return pass_tokens
         if len(self._sizes) < 2:
             return np.full(len(pass_tokens), self.interpolate(0))
         inside: Floats = np.interp(pass_tokens, self._sizes, self._seconds)
