@@ -6,7 +6,7 @@ memory is fast. Pure: numbers in, numbers out, no clock.
 """
 
 from bisect import bisect_left
-from math import log2, pow
+from math import exp2, log2
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,4 +81,4 @@ def _round_size(size: float) -> int:
     """Return the size that represents a size: itself, or the nearest eighth of an octave."""
     if size <= NUM_EXACT_SIZES:
         return round(size)
-    return round(pow(2.0, round(8.0 * log2(size)) / 8.0))
+    return round(exp2(round(8.0 * log2(size)) / 8.0))
