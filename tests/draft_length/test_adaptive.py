@@ -327,9 +327,17 @@ FAST, SLOW = wait_for_memory(0.7), wait_for_memory(1.4)
     ("measured", "real", "load", "chance"),
     [(SLOW, FAST, 1, 0.85), (SLOW, FAST, 2, 0.85), (SLOW, FAST, 4, 0.7), (FAST, SLOW, 8, 0.85)],
 )
-def test_memory_and_arithmetic_that_move_apart_are_told_apart(measured, real, load, chance):
+def test_memory_and_arithmetic_that_move_apart_have_their_own_prices(measured, real, load, chance):
     """Slow memory hides stairs of the arithmetic while the curve is measured. These four were 0.80, 0.66, 0.79 and 0.84
     of the best length with one slowdown for all sizes: the size in use set it, so the other sizes kept their prices."""
     world = SimulatedEngine(real, draft=0.05, accept=constant(chance), load=lambda step: load)
     lengths = AdaptiveLengthPolicy(CostCurve(replace(world, curve=measured).points(ROW_COUNTS)))
     assert run(world, lengths, 1000).speed >= 0.94 * find_best_fixed(world, 500)[1]
+
+
+def test_what_observing_costs_counts_towards_the_promise():
+    """A drafter that takes 2% of a step to observe leaves less time for probes: plain decoding has no drafter."""
+    world = SimulatedEngine(linear, draft=0.3, reading=0.02, follow=0.02, accept=constant(0.1), load=lambda step: 8)
+    totals = simulate(world, 2000)[1]
+    pass_time, observing = linear(8), 0.02 * 8
+    assert totals.speed * pass_time / (pass_time + observing) >= PLAIN

@@ -80,7 +80,7 @@ class AdaptiveLengthPolicy:
         if observer.register(candidates):  # the kind of the batch has changed: sampled if any request is
             self._plan.expire()
         # A fixed length is granted as it is. The policy decides only about the other candidates, the adjustable ones.
-        adjustable = [c for c in candidates if not c.is_fixed]
+        adjustable = [c for c in candidates if c.min_nodes < c.max_nodes]
         nodes_by_slot = {c.slot: c.min_nodes for c in candidates if c.min_nodes}
         observer.begin_step(len(candidates), bool(nodes_by_slot))
         reason: DecisionReason = "fixed"
@@ -88,10 +88,11 @@ class AdaptiveLengthPolicy:
         if adjustable:
             plan = self._plan.update(candidates, adjustable, num_pass_tokens, attended_tokens)
             reason, chosen = self._choose_nodes(plan, adjustable, num_pass_tokens)
-            fixed_rows = sum(c.min_nodes for c in candidates if c.is_fixed)
-            # A probe and a draft longer than planned do not leave the last row bucket either.
-            nodes_by_slot |= cut_nodes(chosen, self.curve.count_free_rows(num_pass_tokens + fixed_rows))
-        granted = [c.clip(nodes_by_slot.get(c.slot, 0)) for c in candidates]
+            if self.curve.has_buckets:  # a probe and a draft longer than planned do not leave the last one either
+                fixed_rows = sum(c.min_nodes for c in candidates if c.is_fixed)
+                chosen = cut_nodes(chosen, self.curve.count_free_rows(num_pass_tokens + fixed_rows))
+            nodes_by_slot |= chosen
+        granted = [min(max(nodes_by_slot.get(c.slot, 0), c.min_nodes), c.max_nodes) for c in candidates]
         slowdown = observer.costs.slowdown  # current over usual step time; the plan uses usual times
         self.record_decision(LengthDecision(
             reason, nodes=sum(granted), longest=max(granted, default=0), plain_rate=plan.plain_rate / slowdown,

@@ -53,6 +53,11 @@ class CostCurve:
         prior_strength = (0.01, 0.1 if points else 0.01, 0.1, 0.1, 0.2)
         self._regression = OnlineRegression((curve_weight, 0.0, 0.0, 0.0, 0.0), prior_strength, 0 if points else 8)
 
+    @property
+    def has_buckets(self) -> bool:
+        """Whether passes are padded."""
+        return bool(self._buckets)
+
     def pad(self, pass_tokens: float) -> float:
         """Return the tokens of the bucket that a pass runs in; its own tokens if no bucket holds them."""
         buckets = self._buckets
@@ -104,11 +109,11 @@ class CostCurve:
         """Add the measured time of a forward pass, and return it, clipped if it is an outlier."""
         features = self.interpolate(pass_tokens), 1.0, requests, logit_rows, attended_tokens
         size = self.pad(pass_tokens)
-        predicted, factor = self._regression.predict(features), self._correction.estimate(size)
+        factor = self._correction.estimate(size)
         # Each of the two learns what the other leaves, so that neither corrects twice.
         clipped = factor * self._regression.update(features, seconds / factor)
-        if predicted > 0.0:
-            self._correction.update(size, clipped / predicted)
+        if self._regression.last_prediction > 0.0:
+            self._correction.update(size, clipped / self._regression.last_prediction)
         return clipped
 
     def get_confidence(self, pass_tokens: float) -> float:

@@ -139,13 +139,14 @@ class StepObserver:
             has_drafts: whether a request was granted a draft.
         """
         plain_step_cost, cost_without_drafts = self.costs.predict_without_drafts(report, nodes)
+        observing = self.costs.draft_cost.predict(requests=len(report.outcomes), longest=0, nodes=0)
         if has_drafts and not self.has_fixed:
             # Each accepted token saves one request's share of a later plain step.
             num_accepted = sum([len(o.accepted_nodes) for o in report.outcomes])
             saved_later = num_accepted * plain_step_cost / len(report.outcomes)
-            self.credit.record_step(plain_step_cost, cost_without_drafts, seconds, saved_later)
+            self.credit.record_step(plain_step_cost, cost_without_drafts, seconds, saved_later, observing)
         else:
-            self.credit.record_step(plain_step_cost, cost_without_drafts)
+            self.credit.record_step(plain_step_cost, cost_without_drafts, observing=observing)
 
     def forget(self, slots: Sequence[int]) -> None:
         """Drop the estimates of these slots."""

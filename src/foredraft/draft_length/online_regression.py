@@ -25,6 +25,7 @@ class OnlineRegression:
 
     def __init__(self, prior: Sequence[float], prior_strength: Sequence[float], num_unclipped: int = 0) -> None:
         self.weights = list(prior)
+        self.last_prediction = 0.0  # before the last observation
         self._prior, self._prior_strength = np.array(prior), np.array(prior_strength)
         self._gram = np.zeros((len(prior), len(prior)))
         self._moment = np.zeros(len(prior))
@@ -48,7 +49,7 @@ class OnlineRegression:
         Returns:
             The measured time, clipped if it is an outlier.
         """
-        predicted = self.predict(features)
+        predicted = self.last_prediction = self.predict(features)
         clipped = self._clip_outlier(seconds, predicted, max(predicted, scale))
         self._num_observations += 1
         # Adding an observation takes longer than the rest of a decision.

@@ -36,10 +36,6 @@ class DraftCandidate(NamedTuple):
         """Whether the bounds leave the policy nothing to choose."""
         return self.min_nodes >= self.max_nodes
 
-    def clip(self, nodes: int) -> int:
-        """Return a number of draft nodes within the bounds."""
-        return min(max(nodes, self.min_nodes), self.max_nodes)
-
 
 class DraftOutcome(NamedTuple):
     """Result of one request's draft in a step."""

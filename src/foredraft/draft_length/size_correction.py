@@ -18,7 +18,7 @@ PRIOR_WEIGHT = 0.5  # observations of ratio 1 that every size starts with
 FORGETTING_UPDATES = 512  # updates after which the weight of an unvisited size has decayed to 1 / e
 CONFIDENCE_WEIGHT = 2.0  # observations after which a size is half known
 MIN_WEIGHT = 0.05  # weight below which a size is dropped
-NUM_EAGER_UPDATES, REBUILD_INTERVAL = 32, 4  # first updates that count at once, and interval of later ones
+NUM_EAGER_UPDATES, REBUILD_INTERVAL = 32, 6  # first updates that count at once, and interval of later ones
 NUM_EXACT_SIZES = 32  # up to this size every size has its own mean; larger ones share an eighth of an octave
 
 
@@ -74,7 +74,8 @@ class SizeCorrection:
         ]
 
     def _decay(self, weight: float, last: int) -> float:
-        return weight * (1.0 - 1.0 / FORGETTING_UPDATES) ** (self._num_updates - last)
+        age = self._num_updates - last
+        return weight * (1.0 - 1.0 / FORGETTING_UPDATES) ** age if age else weight
 
 
 def _round_size(size: float) -> int:
