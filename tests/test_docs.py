@@ -61,11 +61,11 @@ def test_the_options_of_one_request_run_as_the_page_has_them(capsys):
     names: dict[str, Any] = {}
     [code] = find_marked(DOCS / "how-to" / "request-options.md", "test: request options")
     exec(code, names)  # noqa: S102 - the page is part of the repository
-    plain, predicted, block, typical = names["completions"]
-    assert [c.verification for c in names["completions"]] == ["match", "match", "block", "typical"]
+    plain, bounded, predicted, block, typical = names["completions"]
+    assert [c.verification for c in names["completions"]] == ["match", "match", "match", "block", "typical"]
     assert plain.stats.num_drafted == 0
     assert predicted.stats.num_predicted > 0
-    assert plain.token_ids == predicted.token_ids == block.token_ids
+    assert plain.token_ids == bounded.token_ids == predicted.token_ids == block.token_ids
     assert typical.stats.num_tokens == 48
     assert capsys.readouterr().out.startswith("[('match', 1.0)")
 

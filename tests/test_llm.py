@@ -276,7 +276,7 @@ def test_draft_lengths_are_measured_unless_one_is_named() -> None:
         other = llm.with_drafter(spec, length)
         assert isinstance(other.engine.length_policy, FixedLengthPolicy)
         assert other.drafter.spec.max_nodes == 3
-    with pytest.raises(ForedraftError, match="must be an integer or 'auto'"):
+    with pytest.raises(ForedraftError, match="takes a number, a range such as 2-6, auto"):
         llm.with_drafter("ngram", "many")
 
 

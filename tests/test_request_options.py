@@ -137,8 +137,9 @@ def test_a_prediction_is_text_or_token_ids(texting: LLM) -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"num_speculative_tokens": -1}, "num_speculative_tokens must be an integer from 0 up or None, got -1"),
-        ({"num_speculative_tokens": 2.0}, "num_speculative_tokens must"),
+        ({"num_speculative_tokens": -1}, "num_speculative_tokens takes a number, a range such as 2-6, .*; got -1"),
+        ({"num_speculative_tokens": 2.0}, "num_speculative_tokens takes a number"),
+        ({"num_speculative_tokens": "4:1"}, "the first batch size has to be 1"),
         ({"priority": "high"}, "priority must be of type int, got 'high'"),
         ({"salt": "tenant"}, "salt must be of type bytes, got 'tenant'"),
         ({"verify": "typicl"}, "unknown verification rule 'typicl'"),
@@ -146,7 +147,7 @@ def test_a_prediction_is_text_or_token_ids(texting: LLM) -> None:
         ({"prediction": [1, "x"]}, "prediction must be text or token ids"),
         ({"prediction": [1.5, 2]}, "prediction must be text or token ids"),  # was the token 1
         ({"prediction": b"def"}, "prediction must be text or token ids"),  # was the tokens 100, 101, 102
-        ({"num_speculative_tokens": True}, "num_speculative_tokens must be an integer"),
+        ({"num_speculative_tokens": True}, "num_speculative_tokens takes a number"),
         ({"priority": True}, "priority must be of type int, got True"),
         ({"is_traced": "no"}, "is_traced must be of type bool, got 'no'"),
     ],

@@ -1,9 +1,11 @@
 """Setup of an engine: a target, a drafter and limits in, an engine with KV memory for both out."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from foredraft.draft_length.adaptive import AdaptiveLengthPolicy
 from foredraft.draft_length.costs import CostCurve
+from foredraft.draft_length.length_table import AUTO_LENGTHS
 from foredraft.draft_length.loss_budget import LossBudgetPolicy
 from foredraft.draft_length.policy import DraftLengthPolicy, FixedLengthPolicy
 from foredraft.drafter_factory import DrafterFactory
@@ -14,8 +16,7 @@ from foredraft.drafters.user_spec import (
     UserDrafterSpec,
     get_max_draft_length,
     names_method,
-    parse_batch_size_limits,
-    parse_draft_length,
+    parse_length_table,
 )
 from foredraft.engine.engine import Engine
 from foredraft.engine.scheduler import SchedulerLimits
@@ -49,7 +50,7 @@ class EngineSetup:
         Args:
             drafters: factory for the target.
             user_spec: method name, dict of options, drafter object or None.
-            num_tokens: longest draft in tokens, or "auto".
+            num_tokens: draft lengths in tokens, as `LengthTable.parse` takes them.
             limits: sizes of KV memory and steps.
             is_debug: whether to check invariants after every step.
 
@@ -57,13 +58,14 @@ class EngineSetup:
             ForedraftError: for a drafter that cannot be used, or a model that does not fit into memory.
         """
         target = drafters.target
-        length = parse_draft_length(user_spec, num_tokens)
-        longest = get_max_draft_length(user_spec) if length is None else length
+        lengths = parse_length_table(user_spec, num_tokens)
+        longest = get_max_draft_length(user_spec) if lengths.most is None else lengths.most
         drafter, name = drafters.make(user_spec, longest)
         spec = NO_DRAFT_SPEC if drafter is None else drafter.spec
         if spec.attach is not None:  # the drafter uses the KV pool of the target
             spec.attach(target)
-        is_adaptive = length is None and (drafter is None or names_method(user_spec))
+        # Lengths of a drafter object adapt only if bounds are given: all its lengths may be those of its author.
+        is_adaptive = not lengths.is_fixed and (drafter is None or names_method(user_spec) or lengths != AUTO_LENGTHS)
         memory = spec.draft_kv
         per_token = target.bytes_per_token() + (0 if memory is None else memory.bytes_per_token)
         num_pages = limits.num_pages(target.context_length, per_token, target.device)
@@ -75,16 +77,29 @@ class EngineSetup:
             target,
             drafters.with_predictions(drafter, name),
             PageAllocator(num_pages, limits.page_size),
-            SchedulerLimits(limits.max_batch, limits.max_step_tokens, draft_limits=parse_batch_size_limits(user_spec)),
+            SchedulerLimits(
+                limits.max_batch,
+                limits.max_step_tokens,
+                draft_limits=lengths.lift(longest) if names_method(user_spec) else lengths,
+            ),
             target.device,
             is_debug=is_debug,
             prefix_cache=limits.prefix_cache,
-            length_policy=create_length_policy(drafter) if is_adaptive else FixedLengthPolicy(),
+            length_policy=create_length_policy(drafter, target.row_buckets) if is_adaptive else FixedLengthPolicy(),
         )
         return cls(engine, drafter, name, is_adaptive)
 
 
-def create_length_policy(drafter: Drafter | None, curve: CostCurve | None = None) -> DraftLengthPolicy:
-    """Create the policy of adaptive draft lengths for a drafter, with measured costs if there are any."""
+def create_length_policy(
+    drafter: Drafter | None, row_buckets: Sequence[int] = (), points: Sequence[tuple[int, float]] = ()
+) -> DraftLengthPolicy:
+    """Create the policy of adaptive draft lengths for a drafter.
+
+    Args:
+        drafter: the drafter; None = plain decoding.
+        row_buckets: numbers of rows that the target's passes are padded to; () = they are not padded.
+        points: measured (rows, seconds) of the target's passes; () = learnt from steps.
+    """
+    curve = CostCurve(points, row_buckets)
     decides_length = drafter is not None and drafter.spec.decides_length
     return LossBudgetPolicy(curve) if decides_length else AdaptiveLengthPolicy(curve)

@@ -9,12 +9,11 @@ import torch
 
 from foredraft import zoo
 from foredraft.completion_generator import CompletionGenerator
-from foredraft.draft_length.costs import CostCurve
 from foredraft.drafter_factory import DrafterFactory, find_default_method
 from foredraft.drafters.spec import NO_DRAFT_SPEC
 from foredraft.drafters.user_spec import AUTO, DraftLength, make_drafter_rule, parse_rule
 from foredraft.drafters.user_spec import UserDrafterSpec as UserDrafterSpec
-from foredraft.engine.calibrate import measure_pass_times
+from foredraft.engine.calibrate import ROW_COUNTS, measure_pass_times
 from foredraft.engine.shared_engine import CLOSED_ERROR, SharedEngine
 from foredraft.engine_setup import EngineSetup, create_length_policy
 from foredraft.errors import ForedraftError
@@ -50,7 +49,8 @@ class LLM(CompletionGenerator):
         device: "cpu", "cuda" or "cuda:N". Default "auto" = the first GPU, else the CPU.
         verify: a verification rule or its name. Default "auto" = `match` for greedy and seeded requests, else `reject`.
             A request may name its own: `RequestOptions(verify=...)`.
-        num_speculative_tokens: longest draft. Default "auto" = chosen at every step from measured times, possibly 0.
+        num_speculative_tokens: draft length in tokens. Default "auto" = chosen at every step from measured times,
+            possibly 0. "2-6" = chosen from 2 to 6; "1:6,8:2,32:0" = by the number of requests in the step.
         tokenizer: a tokenizer, its folder or hub id, or None. Default "auto" = that of the folder or hub id; none for a
             loaded model.
         limits: sizes of KV memory and steps. Default None = `MemoryLimits()`.
@@ -199,6 +199,8 @@ class LLM(CompletionGenerator):
     def calibrate(self, most_seconds: float = 2.0) -> list[tuple[int, float]]:
         """Measure the time of a forward pass by its rows, within about `most_seconds`, for adaptive draft lengths.
 
+        A target with row buckets is measured at these alone.
+
         Returns [(rows, seconds)]. Raises ForedraftError if there are requests.
         """
         check_process()
@@ -206,9 +208,13 @@ class LLM(CompletionGenerator):
             if engine.has_work:
                 raise ForedraftError("calibrate measures an idle engine; call it before there are requests")
             allocator, source = engine.scheduler.allocator, self.target.calibration_source
-            points = measure_pass_times(self.target, allocator, self.target.device, most_seconds, source=source)
+            buckets = self.target.row_buckets
+            points = measure_pass_times(
+                self.target, allocator, self.target.device, most_seconds, source=source,
+                row_counts=buckets or ROW_COUNTS,
+            )  # fmt: skip
             if self.is_adaptive:
-                engine.length_policy = create_length_policy(self.drafter, CostCurve(points))
+                engine.length_policy = create_length_policy(self.drafter, buckets, points)
         return points
 
     def _set_drafter(self, drafter: UserDrafterSpec, num_tokens: DraftLength, is_debug: bool) -> None:

@@ -119,7 +119,7 @@ class RequestFactory:
 
 def _check_simulation(rule: Rule, sampling: Sampling, options: RequestOptions) -> None:
     """Raise ForedraftError for a grammar, which draft tokens do not follow that are accepted whatever p is."""
-    if rule.simulated_rate is not None and sampling.grammar is not None and options.num_speculative_tokens != 0:
+    if rule.simulated_rate is not None and sampling.grammar is not None and not options.is_plain:
         raise ForedraftError(
             "the grammar cannot be followed: acceptance is simulated, and drafts follow no grammar; leave it out, or "
             "give this request the verification rule 'match', or 0 draft tokens"

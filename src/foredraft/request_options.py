@@ -2,7 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
+from foredraft.draft_length.length_table import LengthTable
 from foredraft.errors import ForedraftError
 from foredraft.verification.rule import Rule
 
@@ -17,7 +19,9 @@ class RequestOptions:
     """
 
     priority: int = 0  # lower runs first and is preempted last
-    num_speculative_tokens: int | None = None  # fixed draft length; 0 = plain decoding; None = the policy decides
+    # Draft length: a number fixes it, 0 = plain decoding; "2-6" bounds it, "1:6,8:0" sets it by the number of requests
+    # in the step; None = that of the LLM, whose upper bounds hold for all requests.
+    num_speculative_tokens: int | str | None = None
     prediction: str | Sequence[int] = ()  # expected output, text or token ids, to draft from
     salt: bytes = b""  # only requests with equal salts share prefix pages and past outputs
     is_traced: bool = False  # every delta holds the trees of its steps
@@ -26,10 +30,18 @@ class RequestOptions:
     shown_tokens: tuple[int, ...] = ()  # special tokens whose names are part of the text nevertheless
 
     def __post_init__(self) -> None:
-        count = self.num_speculative_tokens
-        if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 0):
-            raise ForedraftError(f"num_speculative_tokens must be an integer from 0 up or None, got {count!r:.80}")
+        _ = self.draft_lengths  # raises for a value of another form
         types = {"priority": int, "salt": bytes, "is_traced": bool, "skip_special_tokens": bool, "shown_tokens": tuple}
         for name, kind in types.items():
             if not isinstance(value := getattr(self, name), kind) or (kind is int and isinstance(value, bool)):
                 raise ForedraftError(f"{name} must be of type {kind.__name__}, got {value!r:.80}")
+
+    @cached_property
+    def draft_lengths(self) -> LengthTable | None:
+        """Bounds on the draft length by the number of requests in the step; None = the request sets none."""
+        return None if self.num_speculative_tokens is None else LengthTable.parse(self.num_speculative_tokens)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the request never drafts."""
+        return self.draft_lengths is not None and self.draft_lengths.most == 0

@@ -133,7 +133,7 @@ def test_an_unknown_option_is_answered_with_the_one_that_was_meant(run, wrong, r
     [
         ("--pipeline-parallel-size", "one server for each device"),
         ("--trust-remote-code", "never run"),
-        ("--draft-min", "from above"),
+        ("--draft-min", "LEAST-MOST bounds a draft"),
     ],
 )
 def test_an_option_that_has_no_counterpart_is_answered_with_the_reason(run, wrong, reason):

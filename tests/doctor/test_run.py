@@ -68,7 +68,7 @@ def test_a_stranger_is_found_and_the_engine_says_nothing_itself(caplog):
 def test_a_measuring_policy_grants_its_lengths_in_turn_and_fixed_ones_as_they_are():
     policy = MeasuringPolicy()
     policy.set_lengths((3, 1))
-    free, fixed = DraftCandidate(0, 2), DraftCandidate(1, 5, is_fixed=True)
+    free, fixed = DraftCandidate(0, 2), DraftCandidate(1, 5, min_nodes=5)
     assert [policy.allocate([free, fixed], 2) for _ in range(3)] == [[2, 5], [1, 5], [2, 5]]
 
 

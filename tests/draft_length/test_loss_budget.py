@@ -70,7 +70,7 @@ def test_a_length_that_a_request_names_is_kept_while_the_others_rest() -> None:
     run(bad, lengths, 300)
     while lengths.allocate([DraftCandidate(0, 4)], 1) != [0]:
         run(bad, lengths, 5)
-    assert lengths.allocate([DraftCandidate(0, 4), DraftCandidate(1, 3, is_fixed=True)], 2) == [0, 3]
+    assert lengths.allocate([DraftCandidate(0, 4), DraftCandidate(1, 3, min_nodes=3)], 2) == [0, 3]
 
 
 def test_compositions_are_watched_and_single_methods_and_merging_ones_are_planned_for() -> None:

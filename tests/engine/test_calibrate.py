@@ -1,6 +1,7 @@
 """The cost curve: as many points as there is time for, and nothing of the engine's left in use."""
 
 import itertools
+from dataclasses import replace
 
 import torch
 
@@ -19,6 +20,15 @@ def test_every_number_of_rows_is_timed_and_the_pages_come_back() -> None:
     assert [rows for rows, _ in points] == list(ROW_COUNTS)
     assert all(seconds == 1.0 for _, seconds in points), "one tick between the two readings of every pass"
     assert allocator.num_free == 99
+
+
+def test_a_target_with_row_buckets_is_measured_at_these_and_priced_by_them() -> None:
+    llm = tiny_models.plain().with_drafter("ngram")
+    llm.target = replace(llm.target, row_buckets=(1, 4, 16))
+    seconds = dict(llm.calibrate())
+    assert list(seconds) == [1, 4, 16]
+    curve = llm.engine.length_policy.curve
+    assert [curve.interpolate(rows) for rows in (3, 4, 5, 16)] == [seconds[rows] for rows in (4, 4, 16, 16)]
 
 
 def test_it_stops_where_the_time_is_spent() -> None:

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from foredraft import zoo
+from foredraft.draft_length.length_table import LengthTable
 from foredraft.drafters.checkpoint_folders import recognise
 from foredraft.errors import ForedraftError
 from foredraft.handover.deployment import Deployment
@@ -29,7 +30,7 @@ def read_vllm(planned):
 
 
 def test_a_drafter_of_tokens_runs_as_itself_inside_vllm():
-    planned = plan("vllm", "suffix", num_tokens=16, drafter_options={"store_outputs": 100})
+    planned = plan("vllm", "suffix", lengths=LengthTable.parse(16), drafter_options={"store_outputs": 100})
     assert read_vllm(planned) == {
         "method": "custom_class",
         "model": "foredraft.vllm.Proposer",
@@ -42,13 +43,15 @@ def test_a_drafter_of_tokens_runs_as_itself_inside_vllm():
 
 def test_its_table_travels_with_it():
     table = str(zoo.find_folder("ngram"))
-    planned = plan("vllm", "ngram_lm", model=table, num_tokens=8)
+    planned = plan("vllm", "ngram_lm", model=table, lengths=LengthTable.parse(8))
     assert json.loads(planned.environment[SETTINGS_VARIABLE])["model"] == table
     assert planned.folders == (table,)
 
 
 def test_without_foredraft_the_engine_drafts_by_itself_and_the_difference_is_said():
-    planned = plan("vllm", "suffix", NATIVE, num_tokens=16, drafter_options={"min_confidence": 0.2, "min_match": 2})
+    planned = plan(
+        "vllm", "suffix", NATIVE, lengths=LengthTable.parse(16), drafter_options={"min_confidence": 0.2, "min_match": 2}
+    )
     assert read_vllm(planned) == {
         "method": "suffix",
         "num_speculative_tokens": 16,
@@ -60,7 +63,9 @@ def test_without_foredraft_the_engine_drafts_by_itself_and_the_difference_is_sai
 
 
 def test_a_head_is_exported_for_the_engine(tmp_path):
-    planned = plan("vllm", "eagle", HandoverChoices(tmp_path), model=str(zoo.find_folder("eagle")), num_tokens=4)
+    planned = plan(
+        "vllm", "eagle", HandoverChoices(tmp_path), model=str(zoo.find_folder("eagle")), lengths=LengthTable.parse(4)
+    )
     folder = str(tmp_path / "drafter")
     assert read_vllm(planned)["model"] == folder
     assert read_vllm(planned)["method"] == "eagle"
@@ -75,12 +80,18 @@ def test_a_head_needs_a_folder_to_be_exported_to():
 
 def test_a_draft_model_is_loaded_as_it_is():
     draft = str(zoo.find_folder("draft"))
-    planned = plan("sglang", "draft_model", model=draft, num_tokens=5, drafter_options={"top_k": 2, "tree_nodes": 12})
+    planned = plan(
+        "sglang",
+        "draft_model",
+        model=draft,
+        lengths=LengthTable.parse(5),
+        drafter_options={"top_k": 2, "tree_nodes": 12},
+    )
     assert planned.arguments.flags == (
         *("--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", draft),
         *("--speculative-num-steps", "5", "--speculative-eagle-topk", "2", "--speculative-num-draft-tokens", "13"),
     )
-    config = plan("trtllm", "draft_model", model=draft, num_tokens=5).arguments.config
+    config = plan("trtllm", "draft_model", model=draft, lengths=LengthTable.parse(5)).arguments.config
     assert config["speculative_config"] == {
         "decoding_type": "Draft_Target",
         "max_draft_len": 5,
@@ -103,7 +114,7 @@ def test_llama_cpp_drafts_with_several_methods_after_a_conversion():
         "llama.cpp",
         "ngram+draft_model",
         model=draft,
-        num_tokens=6,
+        lengths=LengthTable.parse(6),
         drafter_options={"ngram.prompt_lookup_max": 3, "branches": 2},
     )
     flags = planned.arguments.flags
@@ -151,10 +162,22 @@ def test_the_verification_rule_is_set_or_said():
 
 def test_a_measured_draft_length_becomes_a_fixed_one():
     assert any("--spec-tokens auto" in note for note in plan("sglang", "ngram").notes)
-    assert not any("--spec-tokens auto" in note for note in plan("sglang", "ngram", num_tokens=4).notes)
+    assert not any("--spec-tokens auto" in note for note in plan("sglang", "ngram", lengths=LengthTable.parse(4)).notes)
 
 
 def test_plain_decoding_needs_no_drafter():
     planned = plan("vllm", None)
     assert planned.arguments.flags == ()
     assert plan("llama.cpp", None).preparations
+
+
+def test_a_table_by_batch_size_becomes_vllms_and_the_longest_draft_elsewhere():
+    given = {"model": str(zoo.find_folder("draft")), "lengths": LengthTable.parse("1:6,4:0-4,16:0")}
+    planned = plan("vllm", "draft_model", **given)
+    config = read_vllm(planned)
+    assert config["num_speculative_tokens"] == 6
+    assert config["num_speculative_tokens_per_batch_size"] == [[1, 3, 6], [4, 15, 4], [16, 16, 0]]
+    assert any("--spec-tokens 1:6,4:0-4,16:0" in note for note in planned.notes)
+    fixed = given | {"lengths": LengthTable.parse("1:6,4:2")}
+    assert plan("vllm", "draft_model", **fixed).notes == ()
+    assert any("--spec-tokens 1:6,4:2: SGLang" in note for note in plan("sglang", "draft_model", **fixed).notes)

@@ -7,6 +7,7 @@ import pytest
 import yaml
 
 from foredraft import zoo
+from foredraft.draft_length.length_table import LengthTable
 from foredraft.errors import ForedraftError
 from foredraft.handover.deployment import Deployment
 from foredraft.handover.drafter_plan import HandoverChoices
@@ -19,7 +20,7 @@ TARGET = str(zoo.find_folder("target"))
 DEPLOYMENT = Deployment(
     target=TARGET,
     method="ngram",
-    num_tokens=4,
+    lengths=LengthTable.parse(4),
     drafter_options={"prompt_lookup_max": 3},
     server_options={"max_model_len": 512, "no_prefix_cache": True, "served_model_name": ["a"], "drain_timeout": 7.0},
     port=9000,

@@ -124,7 +124,8 @@ def test_fields_without_effect_on_the_text(server: RunningServer):
     for extra in (
         {"user": "somebody"}, {"priority": -3}, {"cache_salt": "x"}, {"model": "small"}, {"best_of": 1},
         {"model": None},
-        {"speculative": {"num_speculative_tokens": 2}}, {"prediction": {"type": "content", "content": "the"}},
+        {"speculative": {"num_speculative_tokens": 2}}, {"speculative": {"num_speculative_tokens": "1:0-2,8:0"}},
+        {"prediction": {"type": "content", "content": "the"}},
         {"response_format": {"type": "text"}}, {"add_special_tokens": False}, {"stream": False}, {"top_k": -1},
     ):  # fmt: skip
         assert answer(server, BASE | extra) == plain, extra
@@ -179,7 +180,9 @@ def test_an_unknown_field_is_named(server: RunningServer, path: str, name: str):
         ("response_format", {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nothing"}}}),
         ("prompt", []), ("prompt", ""), ("prompt", None), ("prompt", [[]]), ("prompt", [-1]), ("prompt", [99999]),
         ("prompt", [1, "a"]), ("prompt", [["a"]]), ("prompt", {"a": 1}), ("prompt", [True]), ("echo", 1),
-        ("speculative", {"num_speculative_tokens": -1}), ("speculative", {"k": 1}), ("cache_salt", ""),
+        ("speculative", {"num_speculative_tokens": -1}),
+        ("speculative", {"num_speculative_tokens": "4:1"}), ("speculative", {"num_speculative_tokens": 1025}),
+        ("speculative", {"num_speculative_tokens": True}), ("speculative", {"k": 1}), ("cache_salt", ""),
         ("request_id", "a b"), ("priority", 1 << 40), ("truncate_prompt_tokens", 0), ("prediction", {"type": "x"}),
         ("verify", ""), ("verify", "typicl"), ("verify", "Match"), ("verify", 1), ("verify", ["match"]),
         ("verify", "x" * 65), ("posterior_threshold", 0), ("posterior_threshold", 1.1), ("posterior_threshold", "1"),

@@ -1,7 +1,7 @@
 """Engines that exist on paper only: known costs, known acceptance, a fake clock. Everything is seeded."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from foredraft.draft_length.policy import DraftCandidate, DraftLengthPolicy, DraftOutcome, StepReport
@@ -30,6 +30,20 @@ def bend(rows: int) -> float:
     return max(1.0, rows / 8) + 0.02 * rows
 
 
+GRAPH_BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+
+
+def graphs(rows: int) -> float:
+    """Padded to the rows of captured graphs. Passes beyond the last one are launched kernel by kernel."""
+    padded = next((bucket for bucket in GRAPH_BUCKETS if bucket >= rows), None)
+    return 1.0 + 0.02 * padded if padded else 3.0 + 0.02 * rows
+
+
+def wait_for_memory(memory: float) -> Curve:
+    """The longer of two times: reading the weights takes `memory`, the arithmetic rises in stairs of eight rows."""
+    return lambda rows: max(memory, 0.08 * rows + 0.5 * ((rows - 1) // 8))
+
+
 CURVES: dict[str, Curve] = {"flat": flat, "linear": linear, "stairs": stairs, "bend": bend}
 POINTS = (1, 2, 4, 5, 8, 9, 16, 17, 24, 25, 32, 33, 64, 65, 128, 129, 256, 512)
 
@@ -52,6 +66,7 @@ class SimulatedEngine:
     load: Callable[[int], int] = lambda step: 1
     life: int = 10**9  # tokens of a request
     kind: Callable[[int], int] = lambda request: 0
+    least: int = 0  # nodes of a draft, by operator or request
     most: int = 8
     noise: float = 0.02
     outliers: float = 0.0  # chance of a step that takes ten times as long
@@ -59,8 +74,8 @@ class SimulatedEngine:
     branches: int = 1  # above 1: a tree of this many siblings at every level
     seed: int = 0
 
-    def points(self) -> list[tuple[int, float]]:
-        return [(rows, self.curve(rows)) for rows in POINTS]
+    def points(self, sizes: Sequence[int] = POINTS) -> list[tuple[int, float]]:
+        return [(rows, self.curve(rows)) for rows in sizes]
 
 
 @dataclass
@@ -132,7 +147,9 @@ def _step(
 ) -> None:
     count = len(running)
     asks = [
-        DraftCandidate(r.slot, min(world.most, r.left - 1), kind=world.kind(r.number)) for r in running if r.left > 1
+        DraftCandidate(r.slot, min(world.most, r.left - 1), min(world.least, r.left - 1), world.kind(r.number))
+        for r in running
+        if r.left > 1
     ]
     granted = lengths.allocate(asks, count, 200 * count)
     budgets = {ask.slot: budget for ask, budget in zip(asks, granted, strict=True)}

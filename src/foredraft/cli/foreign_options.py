@@ -162,7 +162,7 @@ FOREIGN_OPTIONS: dict[str, str | tuple[str, ...]] = {
     "--lora-modules": _LORA,
     "--lora-paths": _LORA,
     "--enable-lora": _LORA,
-    "--draft-min": f"{NO_OPTION_PREFIX}--spec-tokens bounds a draft from above only",
+    "--draft-min": f"{NO_OPTION_PREFIX}--spec-tokens LEAST-MOST bounds a draft on both sides",
     "--swap-space": f"{NO_OPTION_PREFIX}a preempted sequence is computed again, not swapped",
     "--disable-log-requests": f"{NO_OPTION_PREFIX}requests are logged only with --access-log",
 }

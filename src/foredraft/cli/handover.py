@@ -17,6 +17,7 @@ from foredraft.cli.options import METHOD_SEPARATOR, NONE, ModelOptions, _make_op
 from foredraft.cli.serve import ServeOptions, apply_positional, build_settings, read_model_names
 from foredraft.cli.shell import Command, UsageError, print_line
 from foredraft.cli.simulation import read_drafter_options
+from foredraft.draft_length.length_table import LENGTH_FIELDS
 
 if TYPE_CHECKING:
     from foredraft.handover.deployment import Deployment
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 HANDOVER_PANEL = "Handover"
 SEPARATOR = "--"  # between the options of the handover and a command line that is handed over
 PROGRAM = ("foredraft", "serve")  # start of that command line
-COMMON_KEYS = ("method", "model", "num_speculative_tokens")  # of a drafter's specification; all others are its options
+COMMON_KEYS = frozenset({"method", "model", *LENGTH_FIELDS})  # of a drafter's specification; all others are its options
 # Options that are no equal of a flag: those of the drafter, and those that every engine has.
 DRAFTER_FIELDS = frozenset(
     {
@@ -157,6 +158,7 @@ def build_deployment(options: HandoverOptions, method: str) -> "Deployment":
     Raises:
         UsageError: for several draft models, which no other engine takes.
     """
+    from foredraft.drafters.user_spec import parse_length_table
     from foredraft.handover.deployment import CUDA, Deployment
 
     if isinstance(options.draft_models, list):
@@ -166,7 +168,7 @@ def build_deployment(options: HandoverOptions, method: str) -> "Deployment":
         target=find_target(options),
         method=None if method == NONE or options.draft_length == 0 else method,
         model=options.draft_models or find_builtin_drafter(options, method),
-        num_tokens=options.draft_length,
+        lengths=parse_length_table(spec),
         drafter_options={key: value for key, value in spec.items() if key not in COMMON_KEYS},
         rule=options.find_rule(),
         server_options=list_given(options),

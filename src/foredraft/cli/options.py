@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from foredraft.cli.draft_length import parse_draft_length
 from foredraft.cli.shell import UsageError
 from foredraft.errors import ForedraftError
 
@@ -118,13 +119,14 @@ class ModelOptions:
     spec_tokens: Annotated[
         str,
         _make_option(
-            "Longest draft per forward pass of the target, in tokens; auto chooses it at every step from measured "
-            "times, possibly 0. 0 is plain decoding, with the drafter loaded.",
+            "Draft per forward pass of the target, in tokens; auto chooses it at every step from measured times, "
+            "possibly 0, and 2-6 from 2 to 6. By requests in a step: 1:6,4:2-4,32:0 (from 32 on none). 0 is plain "
+            "decoding, with the drafter loaded.",
             "--spec-tokens",
             "--num-speculative-tokens",
             "--draft-max",
             panel="Model",
-            metavar="auto|NUMBER",
+            metavar="auto|NUMBER|RANGE|TABLE",
         ),
     ] = "auto"
     spec_simulate: Annotated[
@@ -212,13 +214,9 @@ class ModelOptions:
         return self.spec_model[0] if self.spec_model and len(self.spec_model) == 1 else self.spec_model or None
 
     @property
-    def draft_length(self) -> int | None:
-        """Longest draft in tokens; None = chosen from measured times. Raises UsageError for an invalid number."""
-        if self.spec_tokens == AUTO:
-            return None
-        if not self.spec_tokens.isascii() or not self.spec_tokens.isdecimal():
-            raise UsageError(f"--spec-tokens takes auto or a number from 0 up, got {self.spec_tokens!r}")
-        return int(self.spec_tokens)
+    def draft_length(self) -> int | str | None:
+        """Draft length in tokens, or a range or table as text; None = measured. Raises UsageError for another value."""
+        return parse_draft_length(self.spec_tokens)
 
     @property
     def rule_settings(self) -> dict[str, float]:

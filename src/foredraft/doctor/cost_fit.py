@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from foredraft.doctor.step_runs import StreamRuns
-from foredraft.draft_length.costs import CostCurve, DraftCost, Planner, StepShape
+from foredraft.draft_length.costs import CostCurve, DraftCost
+from foredraft.draft_length.planner import Planner, StepShape
 from foredraft.draft_length.policy import StepReport
 
 MAX_SLOWNESS = 2.0  # times the median above which a step counts as interrupted
@@ -50,14 +51,15 @@ class FittedCosts:
         return self.planner.draft_cost.predict(num_streams, length, nodes)
 
 
-def fit_costs(points: Sequence[tuple[int, float]], runs: StreamRuns) -> FittedCosts:
+def fit_costs(points: Sequence[tuple[int, float]], runs: StreamRuns, row_buckets: Sequence[int] = ()) -> FittedCosts:
     """Fit the costs of steps to their reports.
 
     Args:
         points: (rows, seconds) of the target's pass alone.
         runs: the steps.
+        row_buckets: numbers of rows that passes are padded to; () = they are not padded.
     """
-    curve, draft_cost = CostCurve(points), DraftCost()
+    curve, draft_cost = CostCurve(points, row_buckets), DraftCost()
     reports = drop_outliers(runs.decode_reports)
     # The fit forgets: in the order of measurement it would know the lengths of the last waves only.
     random.Random(0).shuffle(reports)

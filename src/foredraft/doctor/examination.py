@@ -155,7 +155,7 @@ class Examination:
         return {count: self._fit("", count).predict_plain(count) for label, count in self.runs if not label}
 
     def _fit(self, label: str, num_streams: int) -> FittedCosts:
-        return fit_costs(self.points, self.runs[label, num_streams])
+        return fit_costs(self.points, self.runs[label, num_streams], self.plain.llm.target.row_buckets)
 
 
 def _measure_start(runs: StreamRuns) -> float:

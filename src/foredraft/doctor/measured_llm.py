@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from foredraft.doctor.measuring_policy import MeasuringPolicy, list_lengths
-from foredraft.drafters.user_spec import get_max_draft_length
+from foredraft.drafters.user_spec import get_max_draft_length, parse_length_table
 from foredraft.llm import LLM
 
 
@@ -33,11 +33,11 @@ class MeasuredLLM:
         drafter = drafting.drafter
         assert drafter is not None
         drafter.spec.silence_mismatch()  # the report names a drafter of another target itself
-        given = spec.get("num_speculative_tokens")
+        lengths = parse_length_table(dict(spec))
         longest = drafter.spec.max_nodes
-        if given is None and drafter.spec.is_chain:
+        if lengths.most is None and drafter.spec.is_chain:
             longest = min(longest, get_max_draft_length(dict(spec)))
-        is_fixed = given is not None or drafter.spec.decides_length
+        is_fixed = lengths.is_fixed or drafter.spec.decides_length
         return cls._install(drafting, (longest,) if is_fixed else list_lengths(longest))
 
     def set_max_requests(self, count: int) -> None:

@@ -14,10 +14,11 @@ docs/controller.md explains the algorithm in a page. All times are in seconds.
 from collections import Counter
 from collections.abc import Sequence
 
-from foredraft.draft_length.costs import CostCurve, DraftCost, LengthPlan
+from foredraft.draft_length.costs import CostCurve, DraftCost
 from foredraft.draft_length.current_plan import Candidates, CurrentPlan
 from foredraft.draft_length.intervals import LARGE_BATCH, compute_plain_interval
 from foredraft.draft_length.observer import WARMUP_NODES, StepObserver
+from foredraft.draft_length.planner import LengthPlan, cut_nodes
 from foredraft.draft_length.policy import DecisionReason, LengthDecision, StepReport
 from foredraft.draft_length.prober import Prober
 from foredraft.draft_length.probes import PROBE_NODES
@@ -39,7 +40,8 @@ class AdaptiveLengthPolicy:
     - Probes (`prober.py`) and occasional plain steps keep the measurements current.
     - The time credit (`credit.py`) bounds the loss. If it is used up, drafting is paused, whatever the plan predicts.
 
-    The policy grants fixed lengths as they are, without plan and credit.
+    The policy chooses within the bounds of every request. It grants fixed lengths and the least lengths as they are,
+    and neither plan nor credit reduces them. They count as a part of the step without drafts.
 
     Greedy and sampled requests have separate estimates; `kind` is 0 for greedy and 1 for sampled.
 
@@ -78,16 +80,19 @@ class AdaptiveLengthPolicy:
         if observer.register(candidates):  # the kind of the batch has changed: sampled if any request is
             self._plan.expire()
         # A fixed length is granted as it is. The policy decides only about the other candidates, the adjustable ones.
-        adjustable = [c for c in candidates if not c.is_fixed and c.max_nodes > 0]
-        nodes_by_slot = {c.slot: c.max_nodes for c in candidates if c.is_fixed}
+        adjustable = [c for c in candidates if c.min_nodes < c.max_nodes]
+        nodes_by_slot = {c.slot: c.min_nodes for c in candidates if c.min_nodes}
         observer.begin_step(len(candidates), bool(nodes_by_slot))
         reason: DecisionReason = "fixed"
         plan = LengthPlan()
         if adjustable:
             plan = self._plan.update(candidates, adjustable, num_pass_tokens, attended_tokens)
             reason, chosen = self._choose_nodes(plan, adjustable, num_pass_tokens)
+            if self.curve.has_buckets:  # a probe and a draft longer than planned do not leave the last one either
+                fixed_rows = sum(c.min_nodes for c in candidates if c.is_fixed)
+                chosen = cut_nodes(chosen, self.curve.count_free_rows(num_pass_tokens + fixed_rows))
             nodes_by_slot |= chosen
-        granted = [min(nodes_by_slot.get(c.slot, 0), c.max_nodes) for c in candidates]
+        granted = [min(max(nodes_by_slot.get(c.slot, 0), c.min_nodes), c.max_nodes) for c in candidates]
         slowdown = observer.costs.slowdown  # current over usual step time; the plan uses usual times
         self.record_decision(LengthDecision(
             reason, nodes=sum(granted), longest=max(granted, default=0), plain_rate=plan.plain_rate / slowdown,
@@ -103,7 +108,7 @@ class AdaptiveLengthPolicy:
     def begin_unplanned_step(self, candidates: Candidates) -> None:
         """Prepare a step whose lengths `LossBudgetPolicy` chooses. It needs no warm-up and starts no probe."""
         self.observer.end_warmup()
-        self.observer.begin_step(len(candidates), True in [c.is_fixed for c in candidates])
+        self.observer.begin_step(len(candidates), any(c.min_nodes for c in candidates))
         self._probes.set_load(len(candidates))
         if self.observer.register(candidates):
             self._plan.expire()
@@ -123,7 +128,7 @@ class AdaptiveLengthPolicy:
             and self._plan.plan.speedup <= 1.0 + GAIN_MARGIN  # drafting does not resume
             and self.observer.step < self._probes.next_step  # no probe is due
             and self._probes.is_load_similar(len(candidates))  # and none becomes due, as it would at a new load
-            and True not in [c.is_fixed for c in candidates]  # a fixed length is always granted
+            and not any(c.min_nodes for c in candidates)  # the least length is always granted
         )
 
     def _choose_nodes(
@@ -133,7 +138,7 @@ class AdaptiveLengthPolicy:
         observer = self.observer
         if observer.is_warming_up:
             nodes = WARMUP_NODES[observer.warmup_step]
-            return "start", {c.slot: min(nodes, c.max_nodes) for c in adjustable[:MAX_WARMUP_REQUESTS]}
+            return "start", {c.slot: nodes for c in adjustable[:MAX_WARMUP_REQUESTS]}
         self._update_mode(plan, adjustable)
         is_drafting = observer.is_drafting
         reason: DecisionReason
@@ -143,11 +148,15 @@ class AdaptiveLengthPolicy:
             reason = "guard"
         else:
             reason = "does not pay"
-        granted = plan.nodes_by_slot if is_drafting else {}
-        if is_drafting and observer.steps_since_plain >= compute_plain_interval(plan.speedup - 1.0):
+        least = {c.slot: c.min_nodes for c in adjustable if c.min_nodes}
+        granted = plan.nodes_by_slot if is_drafting else least
+        is_plain_due = observer.steps_since_plain >= compute_plain_interval(plan.speedup - 1.0)
+        if is_drafting and is_plain_due and not observer.has_fixed:
             return "measure", {}
         if is_drafting and observer.step % LONG_DRAFT_INTERVAL == 0:  # half as long again, rounded up
             granted = {slot: nodes + (nodes + 1) // 2 for slot, nodes in granted.items()}
+        elif is_drafting and observer.step % LONG_DRAFT_INTERVAL == LONG_DRAFT_INTERVAL // 2:  # a quarter shorter
+            granted = {slot: max(nodes - (nodes + 3) // 4, min(nodes, 1)) for slot, nodes in granted.items()}
         probed = self._prober.update(adjustable, granted, num_pass_tokens)
         if probed:
             granted = granted | {slot: max(PROBE_NODES, granted.get(slot, 0)) for slot in probed}

@@ -5,6 +5,9 @@ a multiple of this cost. Pure: without a clock.
 """
 
 LOSS_ALLOWANCE = 0.01  # share of the time that may be lost: to probes, to warm-up and to drafts that do not pay
+# A drafter that observes every step costs this time even if nothing is drafted. Its share counts towards a limit, above
+# which the allowance shrinks to the lower one, so that both together stay below the promised 3 %.
+MAX_SHARED_LOSS, MIN_LOSS_ALLOWANCE = 0.02, 0.0025
 INITIAL_CREDIT_STEPS = 14.0  # credit at the start, in plain steps
 # Upper limit on the credit, in steps of the costlier kind: a plain step, or the costliest recent step with drafts.
 MAX_CREDIT_STEPS = 24.0
@@ -19,7 +22,8 @@ class TimeCredit:
 
     A step with drafts adds the time that it saves against plain decoding, or subtracts the time that it loses. Every
     recorded step adds LOSS_ALLOWANCE of its predicted time without drafts. If the credit is used up, the policy pauses
-    drafting. So over a long run at most LOSS_ALLOWANCE of the time is lost.
+    drafting. So over a long run at most LOSS_ALLOWANCE of the time is lost. The allowance is smaller for a drafter that
+    takes more than 1 % of a plain step to observe it.
 
     The credit is used up below 0. A loan lowers this limit for a time: when drafting resumes, the drafter first reads
     the unread tokens, and later steps repay the time. A loan ends with the first step that leaves the credit at 0 or
@@ -33,6 +37,7 @@ class TimeCredit:
     def __init__(self) -> None:
         self.seconds = 0.0
         self.plain_step_cost = 0.0
+        self._allowance = LOSS_ALLOWANCE
         self._floor = 0.0  # the credit is used up below this: minus the seconds of the loan; 0 = no loan
         self._max_step_cost = 0.0  # seconds of the costliest recent step with drafts
 
@@ -63,6 +68,7 @@ class TimeCredit:
         cost_without_drafts: float,
         step_seconds: float | None = None,
         saved_later: float = 0.0,
+        observing: float = 0.0,
     ) -> None:
         """Update the credit after a step.
 
@@ -72,11 +78,15 @@ class TimeCredit:
             step_seconds: measured seconds of a step with drafts whose lengths the policy chose. None = any other step,
                 which only adds its allowance.
             saved_later: seconds that the accepted tokens of this step save in later steps.
+            observing: predicted seconds that the drafter takes in a plain step; the other costs include them.
         """
+        if observing:
+            share = observing / max(plain_step_cost - observing, observing)
+            self._allowance = min(max(MAX_SHARED_LOSS - share, MIN_LOSS_ALLOWANCE), LOSS_ALLOWANCE)
         if not self.plain_step_cost:  # the first step
             self.seconds = INITIAL_CREDIT_STEPS * plain_step_cost
         self.plain_step_cost = plain_step_cost
-        self.seconds += LOSS_ALLOWANCE * cost_without_drafts
+        self.seconds += self._allowance * cost_without_drafts
         self._max_step_cost *= MAX_COST_DECAY
         if step_seconds is not None:
             self.seconds += cost_without_drafts + saved_later - step_seconds

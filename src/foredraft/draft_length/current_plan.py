@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from foredraft.draft_length.costs import LengthPlan, StepShape
 from foredraft.draft_length.intervals import PAUSED_LIFETIME, get_plan_lifetime
 from foredraft.draft_length.observer import StepObserver
+from foredraft.draft_length.planner import LengthPlan, StepShape
 from foredraft.draft_length.policy import DraftCandidate
 
 Candidates = Sequence[DraftCandidate]
@@ -56,21 +56,21 @@ class CurrentPlan:
         if self._is_current(key, len(adjustable)):
             return self.plan
         self._key, self._age, self._kinds = key, 0, frozenset(c.kind for c in candidates)
-        fixed = [c for c in candidates if c.is_fixed]
-        fixed_longest = max((c.max_nodes for c in fixed), default=0)
+        fixed = [c for c in candidates if c.min_nodes]
+        fixed_longest = max((c.min_nodes for c in fixed), default=0)
         fixed_survival = survival.estimate_survival([c.slot for c in fixed], fixed_longest)
         shape = StepShape(
             num_requests=len(candidates) + observer.num_others,
             num_pass_tokens=num_pass_tokens,
             context_per_token=attended_tokens / max(num_pass_tokens, 1),
             fixed_longest=fixed_longest,
-            fixed_nodes=sum(c.max_nodes for c in fixed),
-            fixed_accepted=sum(sum(row[: c.max_nodes]) for c, row in zip(fixed, fixed_survival, strict=True)),
+            fixed_nodes=sum(c.min_nodes for c in fixed),
+            fixed_accepted=sum(sum(row[: c.min_nodes]) for c, row in zip(fixed, fixed_survival, strict=True)),
         )
-        slots, max_nodes = [c.slot for c in adjustable], [c.max_nodes for c in adjustable]
-        longest = max(max_nodes)
+        slots, limits = [c.slot for c in adjustable], [(c.min_nodes, c.max_nodes) for c in adjustable]
+        longest = max(c.max_nodes for c in adjustable)
         rates, draft_probs = survival.estimate_survival(slots, longest), survival.estimate_draft_probs(slots, longest)
-        self.plan = observer.costs.planner.find_best_plan(shape, slots, max_nodes, rates, draft_probs)
+        self.plan = observer.costs.planner.find_best_plan(shape, slots, limits, rates, draft_probs)
         return self.plan
 
     def _is_current(self, key: object, count: int) -> bool:

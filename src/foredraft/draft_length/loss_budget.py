@@ -43,7 +43,7 @@ class LossBudgetPolicy:
     def allocate(
         self, candidates: Sequence[DraftCandidate], num_pass_tokens: int, attended_tokens: int = 0
     ) -> list[int]:
-        """Grant `max_nodes` to every candidate, or 0 if drafting is paused or a plain step is due."""
+        """Grant `max_nodes` to every candidate, or `min_nodes` if drafting is paused or a plain step is due."""
         if max([candidate.kind for candidate in candidates], default=0):
             return self._planned.allocate(candidates, num_pass_tokens, attended_tokens)
         self._planned.begin_unplanned_step(candidates)  # there is no plan, so no costs have to be measured first
@@ -53,10 +53,10 @@ class LossBudgetPolicy:
             "guard"
             if self._is_paused
             else "measure"
-            if self._observer.steps_since_plain >= PLAIN_STEP_INTERVAL
+            if self._observer.steps_since_plain >= PLAIN_STEP_INTERVAL and not self._observer.has_fixed
             else "pays"
         )
-        granted = [c.max_nodes if c.is_fixed or reason == "pays" else 0 for c in candidates]
+        granted = [c.max_nodes if reason == "pays" else c.min_nodes for c in candidates]
         self._planned.record_decision(LengthDecision(reason, sum(granted), max(granted, default=0)))
         return granted
 

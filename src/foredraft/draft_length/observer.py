@@ -32,6 +32,7 @@ class StepObserver:
         warmup_step: index in WARMUP_NODES; its length = warm-up is over.
         is_drafting: False = paused: only probes and requests of fixed length draft. The policy sets it.
         steps_since_plain: steps with drafts since the last plain step.
+        has_fixed: the current step has drafts of fixed or least length, so it cannot be a plain step.
         num_others: requests that got a token but could not draft, such as those of fixed length 0, in the last step
             whose report was evaluated. A plan includes them as requests without drafts.
     """
@@ -47,7 +48,7 @@ class StepObserver:
         self.steps_since_plain = 0
         self.num_others = 0
         self._num_candidates = 0  # candidates of the current step
-        self._has_fixed = False  # the current step has drafts of fixed length
+        self.has_fixed = False
         self._num_unobserved = 0  # steps since the last report that was evaluated
 
     @property
@@ -74,8 +75,8 @@ class StepObserver:
         return True
 
     def begin_step(self, num_candidates: int, has_fixed: bool) -> None:
-        """Set the number of candidates of the next step, and whether it has drafts of fixed length."""
-        self._num_candidates, self._has_fixed = num_candidates, has_fixed
+        """Set the number of candidates of the next step, and whether it has drafts of fixed or least length."""
+        self._num_candidates, self.has_fixed = num_candidates, has_fixed
 
     def estimate_catch_up(self, slots: Sequence[int]) -> float:
         """Return the seconds that the drafter takes to read the unread tokens of these requests."""
@@ -138,13 +139,14 @@ class StepObserver:
             has_drafts: whether a request was granted a draft.
         """
         plain_step_cost, cost_without_drafts = self.costs.predict_without_drafts(report, nodes)
-        if has_drafts and not self._has_fixed:
+        observing = self.costs.draft_cost.predict(requests=len(report.outcomes), longest=0, nodes=0)
+        if has_drafts and not self.has_fixed:
             # Each accepted token saves one request's share of a later plain step.
             num_accepted = sum([len(o.accepted_nodes) for o in report.outcomes])
             saved_later = num_accepted * plain_step_cost / len(report.outcomes)
-            self.credit.record_step(plain_step_cost, cost_without_drafts, seconds, saved_later)
+            self.credit.record_step(plain_step_cost, cost_without_drafts, seconds, saved_later, observing)
         else:
-            self.credit.record_step(plain_step_cost, cost_without_drafts)
+            self.credit.record_step(plain_step_cost, cost_without_drafts, observing=observing)
 
     def forget(self, slots: Sequence[int]) -> None:
         """Drop the estimates of these slots."""

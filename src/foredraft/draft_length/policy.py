@@ -19,7 +19,7 @@ DecisionReason = Literal[
     # Drafts are predicted to save more than 1 %, but no request drafts: the time credit does not cover a loss, or the
     # drafter would take too long to read the tokens that it missed.
     "guard",
-    "fixed",  # all requests that may draft have a fixed draft length
+    "fixed",  # all requests that may draft have a fixed draft length, by operator or request
 ]
 
 
@@ -27,9 +27,14 @@ class DraftCandidate(NamedTuple):
     """A request that may draft in this step."""
 
     slot: int
-    max_nodes: int  # upper limit on draft nodes: remaining output length, size of the drafter, option of the request
-    is_fixed: bool = False  # the request set num_speculative_tokens, so the policy must grant max_nodes
+    max_nodes: int  # upper limit on draft nodes: size of the drafter, bounds of operator and request
+    min_nodes: int = 0  # lower limit on draft nodes, by operator or request; the policy must grant them
     kind: int = 0  # 0 = greedy, 1 = sampled; costs and acceptance are estimated separately by kind
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether the bounds leave the policy nothing to choose."""
+        return self.min_nodes >= self.max_nodes
 
 
 class DraftOutcome(NamedTuple):
@@ -79,7 +84,7 @@ class DraftLengthPolicy(Protocol):
             attended_tokens: tokens that each of them attends to, summed over them.
 
         Returns:
-            Nodes for each candidate, from 0 to its `max_nodes`.
+            Nodes for each candidate, from its `min_nodes` to its `max_nodes`.
         """
 
     def record_step(self, report: StepReport) -> None:

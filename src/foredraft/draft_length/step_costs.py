@@ -5,7 +5,8 @@ Pure: no clock. All times are in seconds.
 
 from copy import deepcopy
 
-from foredraft.draft_length.costs import CostCurve, DraftCost, Planner
+from foredraft.draft_length.costs import CostCurve, DraftCost
+from foredraft.draft_length.planner import Planner
 from foredraft.draft_length.policy import StepReport
 
 SLOWDOWN_SMOOTHING = 0.2  # weight of the newest step in the slowdown of the machine
@@ -54,7 +55,7 @@ class StepCosts:
             Seconds of forward pass and drafter, clipped if they are outliers.
         """
         pass_size = report.num_requests, report.num_pass_tokens, report.num_logit_rows, report.attended_tokens
-        predicted_pass = self.curve.predict(*pass_size)
+        predicted_pass, confidence = self.curve.predict(*pass_size), self.curve.get_confidence(report.num_pass_tokens)
         # Both calls of `update` return the measured seconds, clipped if they are an outlier.
         pass_seconds = self.curve.update(*pass_size, max(report.step_time - report.draft_time, 0.0) / self.slowdown)
         draft_seconds = self.draft_cost.update(
@@ -63,7 +64,8 @@ class StepCosts:
         )  # fmt: skip
         if predicted_pass > 0.0:
             ratio = pass_seconds / predicted_pass
-            self.slowdown *= 1.0 + SLOWDOWN_SMOOTHING * (ratio - 1.0)
+            # A size that is new shows its own price, not that of the machine.
+            self.slowdown *= 1.0 + SLOWDOWN_SMOOTHING * confidence * (ratio - 1.0)
             if not longest:
                 self.planner.plain_cost_ratio += PLAIN_COST_SMOOTHING * (ratio - self.planner.plain_cost_ratio)
         return pass_seconds + draft_seconds

@@ -16,7 +16,7 @@ from importlib.metadata import entry_points
 from types import NoneType, UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from foredraft.draft_length.batch_size_limits import DISABLE_FIELD, TABLE_FIELD
+from foredraft.draft_length.length_table import LENGTH_FIELDS
 from foredraft.drafters.method import Method
 from foredraft.drafters.vllm_fields import check_missing_field
 from foredraft.errors import ForedraftError, suggest
@@ -28,7 +28,7 @@ ENTRY_POINT_GROUP = "foredraft.drafters"
 AUTO, METHOD_SEPARATOR = "auto", "+"  # in names of ensembles
 ATTRIBUTE_SEPARATOR = ":"  # in package.module:METHOD
 # Fields of speculative decoding as such: `user_spec.py` reads them.
-COMMON_FIELDS = ("num_speculative_tokens", TABLE_FIELD, DISABLE_FIELD, "rejection_sample_method")
+COMMON_FIELDS = (*LENGTH_FIELDS, "rejection_sample_method")
 COMMON_OPTIONS = ("method", *COMMON_FIELDS)  # options of every method; they are no fields of its config
 COMMON_MODEL_OPTIONS = (*COMMON_OPTIONS, "model", "revision")  # the same for methods that take a model
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from foredraft.draft_length.batch_size_limits import DISABLE_FIELD, TABLE_FIELD, BatchSizeLimits
+from foredraft.draft_length.length_table import DISABLE_FIELDS, TABLE_FIELD, TOKENS_FIELD, LengthTable
 from foredraft.drafters.checkpoint_folders import recognise
 from foredraft.drafters.interface import Drafter
 from foredraft.drafters.method import DEFAULT_AUTO_TOKENS
@@ -112,21 +112,25 @@ def names_method(spec: UserDrafterSpec) -> bool:
     return isinstance(spec, (str, dict))
 
 
-def parse_draft_length(spec: UserDrafterSpec, requested: DraftLength) -> int | None:
-    """Parse the draft length. Returns None for a length chosen by measurement."""
-    given = spec.get("num_speculative_tokens", AUTO) if isinstance(spec, dict) else AUTO
-    count = given if requested in (AUTO, None) else requested
-    if count in (AUTO, None):
-        return parse_batch_size_limits(spec).max_tokens
-    if not isinstance(count, int) or isinstance(count, bool):
-        raise ForedraftError(f"num_speculative_tokens must be an integer or 'auto', got {count!r}")
-    return count
+def parse_length_table(spec: UserDrafterSpec, requested: DraftLength = None) -> LengthTable:
+    """Parse the draft lengths by batch size, in tokens.
 
+    Args:
+        spec: specification of the drafter. Its field num_speculative_tokens is used if `requested` is "auto" or None.
+            Its fields of vLLM's names narrow the lengths.
+        requested: lengths as `LengthTable.parse` takes them.
 
-def parse_batch_size_limits(spec: UserDrafterSpec) -> BatchSizeLimits:
-    """Parse the limits on draft lengths by batch size. Raises ForedraftError for values of another form."""
+    Raises:
+        ForedraftError: for values of another form, or two tables.
+    """
     fields = spec if isinstance(spec, dict) else {}
-    return BatchSizeLimits.parse(fields.get(TABLE_FIELD), fields.get(DISABLE_FIELD))
+    own = LengthTable.parse(fields.get(TOKENS_FIELD) if requested in (AUTO, None) else requested)
+    table, max_requests = fields.get(TABLE_FIELD), [fields[name] for name in DISABLE_FIELDS if name in fields]
+    if len(max_requests) > 1:
+        raise ForedraftError(f"{' and '.join(DISABLE_FIELDS)} are one field; give one of them")
+    if table is not None and not own.is_uniform:
+        raise ForedraftError(f"{TOKENS_FIELD} {own} and {TABLE_FIELD} are two tables; give one of them")
+    return own.narrow(LengthTable.parse_vllm(table, next(iter(max_requests), None)))
 
 
 def parse_rule(spec: UserDrafterSpec, verify: str | Rule | None) -> Rule | None:

@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -26,8 +26,9 @@ def measure_pass_times(
     max_seconds: float = 2.0,
     clock: Callable[[], float] = time.perf_counter,
     source: EncoderSource | None = None,
+    row_counts: Sequence[int] = ROW_COUNTS,
 ) -> list[tuple[int, float]]:
-    """Measure the median time of a forward pass for each of ROW_COUNTS.
+    """Measure the median time of a forward pass for each number of rows.
 
     Writes to free pages: call it only while no request runs.
 
@@ -38,6 +39,7 @@ def measure_pass_times(
         max_seconds: time limit in seconds; row counts that would exceed it are left out.
         clock: returns seconds.
         source: encoder input of all requests, for encoder-decoder models.
+        row_counts: rising numbers of rows.
 
     Returns:
         [(rows, seconds)], rising in rows; empty if the pool or the context is too small.
@@ -50,7 +52,7 @@ def measure_pass_times(
     allocator.grow(pages, length + max(ROWS_PER_REQUEST, MAX_SINGLE_ROWS))
     try:
         build_batch = _make_batch_builder(pages, length, allocator.page_size, device, source)
-        return _measure_row_counts(target, build_batch, device, max_seconds, clock)
+        return _measure_row_counts(target, build_batch, row_counts, device, max_seconds, clock)
     finally:
         allocator.free(pages)
 
@@ -58,6 +60,7 @@ def measure_pass_times(
 def _measure_row_counts(
     target: LM,
     build_batch: Callable[[int], ForwardBatch],
+    row_counts: Sequence[int],
     device: torch.device,
     max_seconds: float,
     clock: Callable[[], float],
@@ -65,7 +68,7 @@ def _measure_row_counts(
     start = clock()
     costs: list[tuple[int, float]] = []
     target.forward(build_batch(MAX_SINGLE_ROWS))  # the first call packs weights and allocates buffers
-    for rows in ROW_COUNTS:
+    for rows in row_counts:
         # The next row count is predicted by proportion: one untimed pass and REPEATS timed ones.
         if costs and clock() - start + costs[-1][1] * (REPEATS + 1) * rows / costs[-1][0] > max_seconds:
             break

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from foredraft.draft_length.length_table import LengthBounds
 from foredraft.draft_length.policy import DraftCandidate, DraftLengthPolicy
 from foredraft.engine.step_chunks import Chunk
 from foredraft.kv.allocator import OutOfPagesError, PageAllocator
@@ -10,7 +11,7 @@ from foredraft.request import Request
 
 def grant_draft_nodes(
     scheduled: Sequence[Chunk],
-    max_nodes: int,
+    bounds: LengthBounds,
     length_policy: DraftLengthPolicy,
     allocator: PageAllocator,
     tokens_left: int,
@@ -22,19 +23,21 @@ def grant_draft_nodes(
 
     Args:
         scheduled: chunks of the step.
-        max_nodes: upper limit of the drafter on the draft nodes of a request.
+        bounds: least and most draft nodes of a request, by drafter and operator. A request may narrow them.
         length_policy: grants draft nodes to each request.
         allocator: pages of the KV pools.
         tokens_left: tokens of the step's budget that the chunks leave.
     """
+    if not bounds.most:
+        return (0,) * len(scheduled)
     candidates: list[DraftCandidate] = []
     indices: list[int] = []  # of the candidates in `scheduled`
     for i, (request, chunk) in enumerate(scheduled):
-        fixed = request.spec.options.num_speculative_tokens  # draft length set by the request
-        limit = max_nodes if fixed is None else min(max_nodes, fixed)  # upper limit on the nodes of this request
-        if limit > 0 and request.num_computed + chunk == request.num_tokens and request.max_draft_depth > 0:
+        own = request.spec.options.draft_lengths  # those that the request set; None = none
+        least, most = bounds if own is None else bounds.narrow(own.find(len(scheduled)))
+        if most > 0 and request.num_computed + chunk == request.num_tokens and request.max_draft_depth > 0:
             kind = int(not request.spec.sampling.is_greedy)  # the policy has separate estimates: 0 greedy, 1 sampled
-            candidates.append(DraftCandidate(request.slot, limit, fixed is not None, kind))
+            candidates.append(DraftCandidate(request.slot, most, least, kind))
             indices.append(i)
     result = [0] * len(scheduled)
     if candidates:

@@ -12,6 +12,7 @@ is recomputed. The token budget of a step goes to decoding requests first, then 
 import itertools
 from collections.abc import Mapping, Sequence
 
+from foredraft.draft_length.length_table import LengthBounds
 from foredraft.draft_length.policy import DraftLengthPolicy
 from foredraft.engine.admission import Admission
 from foredraft.engine.draft_grants import grant_draft_nodes
@@ -118,10 +119,8 @@ class Scheduler:
             request.last_step = step_index
         chunks = tuple([chunk for _, chunk in scheduled])
         tokens_left = self.limits.max_step_tokens - sum(chunks)
-        if max_nodes := self.limits.draft_limits.cut(max_nodes, len(scheduled)):
-            granted = grant_draft_nodes(scheduled, max_nodes, length_policy, self.allocator, tokens_left)
-        else:
-            granted = (0,) * len(chunks)
+        bounds = self.limits.draft_limits.find(len(scheduled)).narrow(LengthBounds(0, max_nodes))
+        granted = grant_draft_nodes(scheduled, bounds, length_policy, self.allocator, tokens_left)
         return Batch(tuple([request for request, _ in scheduled]), chunks, granted, self.allocator.page_size)
 
     def commit(self, batch: Batch, commit: Commit) -> None:

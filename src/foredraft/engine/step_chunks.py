@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from foredraft.draft_length.batch_size_limits import NO_LIMITS, BatchSizeLimits
+from foredraft.draft_length.length_table import AUTO_LENGTHS, LengthTable
 from foredraft.request import Request
 
 Chunk: TypeAlias = tuple[Request, int]  # a request, and the number of committed tokens that it computes in a step
@@ -17,7 +17,7 @@ class SchedulerLimits:
     max_batch: int = 32  # running requests
     max_step_tokens: int = 2048  # tokens of one forward pass of the target, draft nodes included
     max_chunk: int = 512  # prompt tokens of one request in a step; of all prompts together while a request decodes
-    draft_limits: BatchSizeLimits = NO_LIMITS  # longest draft by the number of requests in the step
+    draft_limits: LengthTable = AUTO_LENGTHS  # least and most draft nodes of a request, by batch size
 
 
 def select_chunks(running: Sequence[Request], limits: SchedulerLimits) -> list[Chunk]:

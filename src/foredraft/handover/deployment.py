@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from foredraft.draft_length.length_table import AUTO_LENGTHS, LengthTable
 from foredraft.handover.engine import DrafterArguments, EngineTable
 from foredraft.verification.rule import Rule
 
@@ -18,7 +19,7 @@ class Deployment:
         target: folder or hub id.
         method: name of the drafting method; None = plain decoding.
         model: folder or hub id of the draft model or head; None = the method needs none.
-        num_tokens: longest draft in tokens; None = chosen from measured times.
+        lengths: draft lengths by batch size, in tokens. Default = chosen from measured times.
         drafter_options: options of the method.
         rule: verification rule that is given; None = chosen for every request.
         server_options: options of `foredraft serve` that are given, by field.
@@ -31,7 +32,7 @@ class Deployment:
     target: str
     method: str | None
     model: str | None = None
-    num_tokens: int | None = None
+    lengths: LengthTable = AUTO_LENGTHS
     drafter_options: Mapping[str, Any] = field(default_factory=dict)
     rule: Rule | None = None
     server_options: Mapping[str, Any] = field(default_factory=dict)

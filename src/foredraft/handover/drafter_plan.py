@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from foredraft.checkpoints.export import COMMAND_DRAFT_TOKENS
+from foredraft.draft_length.length_table import LengthTable
 from foredraft.drafters.counterpart import Counterpart
 from foredraft.drafters.method import Method
 from foredraft.drafters.registry import METHOD_SEPARATOR, list_options, number_members, parse_config, resolve_method
@@ -95,21 +96,21 @@ def _select_options(member: str, method: Method, options: Mapping[str, Any]) -> 
 
 def _plan_proposer(deployment: Deployment, engine: EngineTable, method: str, proposer: str) -> DrafterPlan:
     """Return the drafter of Foredraft itself, inside the engine."""
-    num_tokens = deployment.num_tokens or get_max_draft_length(deployment.method)
+    num_tokens = deployment.lengths.most or get_max_draft_length(deployment.method)
     model = None if deployment.model is None else find_path(deployment.model)
     settings = {
         "method": deployment.method,
         **({} if model is None else {"model": model}),
         **deployment.drafter_options,
     }
-    notes = []
-    if deployment.num_tokens is None:
-        notes.append(f"--spec-tokens auto: {engine.title} has a fixed longest draft, here {num_tokens} tokens")
     return DrafterPlan(
         engine.write_drafter(EngineDrafter((method,), proposer, num_tokens)),
         environment={SETTINGS_VARIABLE: json.dumps(settings)},
         folders=() if model is None else list_local((model,)),
-        notes=(*notes, *_explain_rule(deployment, engine, is_set=False)),
+        notes=(
+            *_explain_lengths(deployment.lengths, engine, num_tokens, is_set=False),
+            *_explain_rule(deployment, engine, is_set=False),
+        ),
         needs_foredraft=True,
     )
 
@@ -124,10 +125,10 @@ def _plan_counterparts(
             f"{engine.title} drafts with one method, not with {METHOD_SEPARATOR.join(m.name for m in members)}; give "
             f"one of them, such as --spec-method {members[-1].name}"
         )
-    num_tokens = deployment.num_tokens or COMMAND_DRAFT_TOKENS
+    num_tokens = deployment.lengths.most or COMMAND_DRAFT_TOKENS
     notes = [f"{member.name}: {c.note}" for member, c in zip(members, counterparts, strict=True) if c.note]
-    if deployment.num_tokens is None:
-        notes.append(f"--spec-tokens auto: {engine.title} has a fixed draft length, here {num_tokens} tokens")
+    ranges = deployment.lengths.list_ranges(num_tokens) if engine.has_length_table else ()
+    notes += _explain_lengths(deployment.lengths, engine, num_tokens, is_set=bool(ranges))
     settings: dict[str, Any] = {}
     for member, counterpart in zip(members, counterparts, strict=True):
         settings |= _translate_options(member, counterpart, engine, num_tokens, notes)
@@ -146,7 +147,7 @@ def _plan_counterparts(
         model = prepared.model
     if deployment.rule is not None and deployment.rule.vllm_name and engine.rule_setting is not None:
         settings[engine.rule_setting] = deployment.rule.vllm_name
-    drafter = EngineDrafter(tuple(c.name for c in counterparts), model, num_tokens, settings)
+    drafter = EngineDrafter(tuple(c.name for c in counterparts), model, num_tokens, ranges, settings)
     return DrafterPlan(
         engine.write_drafter(drafter),
         folders=list_local((model,) if model is not None else ()),
@@ -204,6 +205,21 @@ def _prepare_target(deployment: Deployment, engine: EngineTable, choices: Handov
     """Return the plan of a deployment without a drafter."""
     prepared = _prepare(deployment, engine, choices, None, is_head=False)
     return DrafterPlan() if prepared is None else DrafterPlan(preparations=prepared.commands, target=prepared.target)
+
+
+def _explain_lengths(lengths: LengthTable, engine: EngineTable, num_tokens: int, is_set: bool) -> tuple[str, ...]:
+    """Return a note on draft lengths without an equal.
+
+    Args:
+        lengths: those of the deployment.
+        engine: the other engine.
+        num_tokens: longest draft there, in tokens.
+        is_set: whether the engine gets the table by batch size.
+    """
+    if lengths.is_fixed and (is_set or lengths.is_uniform):
+        return ()
+    here = "the longest of each entry" if is_set else f"here {num_tokens} tokens"
+    return (f"--spec-tokens {lengths}: {engine.title} has a fixed draft length, {here}",)
 
 
 def _explain_rule(deployment: Deployment, engine: EngineTable, is_set: bool) -> tuple[str, ...]:

@@ -15,12 +15,14 @@ class EngineDrafter:
         names: names of its methods there, in order of preference; several only for engines that combine them.
         model: folder or hub id that it loads; None = it has none.
         num_tokens: longest draft in tokens.
+        ranges: (first, last, tokens) by batch size, for engines with `has_length_table`; empty = no table.
         settings: further settings with the engine's own names.
     """
 
     names: tuple[str, ...]
     model: str | None
     num_tokens: int
+    ranges: tuple[tuple[int, int, int], ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -76,6 +78,7 @@ class EngineTable:
         combines: True if it drafts with several methods at once.
         prepare: conversion of target and drafter; None = it loads the folders as they are. Arguments: target, drafter
             or None, whether the drafter is a head of the target, folder of the converted files.
+        has_length_table: whether a drafter takes `EngineDrafter.ranges`. Default False.
         rule_setting: setting of a drafter that names the verification rule as vLLM does; None = there is none.
         has_ray: True if Ray Serve LLM runs it.
         note: what always holds for a handover to this engine; "" = nothing.
@@ -98,5 +101,6 @@ class EngineTable:
     combines: bool = False
     prepare: Callable[[str, str | None, bool, str], Preparation] | None = None
     rule_setting: str | None = None
+    has_length_table: bool = False
     has_ray: bool = False
     note: str = ""

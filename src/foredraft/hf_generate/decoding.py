@@ -41,7 +41,7 @@ class SpeculateSettings:
     """Arguments of `speculate`, common to all calls of one loop."""
 
     drafter: UserDrafterSpec
-    num_speculative_tokens: int | None
+    num_speculative_tokens: int | str | None
     verify: str | Rule
     fused: bool
     tokenizer: Any
@@ -185,7 +185,7 @@ class LoopInputs:
 def speculate(
     drafter: UserDrafterSpec = DEFAULT_DRAFTER,
     *,
-    num_speculative_tokens: int | None = None,
+    num_speculative_tokens: int | str | None = None,
     verify: str | Rule = "auto",
     tokenizer: Any = None,
     streamer: Any = None,
@@ -202,7 +202,7 @@ def speculate(
 
     Args:
         drafter: as for `LLM`; default the assistant_model of generate(), or prompt lookup without one.
-        num_speculative_tokens: longest draft in tokens; None = found by measurement.
+        num_speculative_tokens: draft length as in `LLM`; None = chosen at every step from measured times.
         verify: verification rule, as for `LLM`.
         tokenizer: needed for stop strings, and for draft models of another vocabulary.
         streamer: receives the tokens of a batch of one; one given to generate() does the same.
@@ -224,7 +224,7 @@ def generate(
     inputs: Tensor | None = None,
     *,
     drafter: UserDrafterSpec = DEFAULT_DRAFTER,
-    num_speculative_tokens: int | None = None,
+    num_speculative_tokens: int | str | None = None,
     verify: str | Rule = "auto",
     tokenizer: Any = None,
     fused: bool = False,

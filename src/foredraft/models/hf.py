@@ -161,6 +161,11 @@ class HFModel:
         return self.runs_native or self.has_exact_modules
 
     @property
+    def row_buckets(self) -> tuple[int, ...]:
+        """Numbers of rows, rising, that passes are padded to; () = they are not padded."""
+        return self.recorded.row_buckets
+
+    @property
     def has_encoder(self) -> bool:
         """Whether the model has an encoder, so every request needs a source."""
         return False

@@ -12,7 +12,7 @@ from foredraft.kernels.gpu.graphs import Outputs, ReplayCache
 from foredraft.kv.pool import KVPool
 from foredraft.models.forward_batch import ForwardBatch
 from foredraft.models.padded_rows import PaddedRows
-from foredraft.models.pass_size import PassSize
+from foredraft.models.pass_size import ROW_BUCKETS, PassSize
 
 log = logging.getLogger(__name__)
 MAX_REASON_CHARS = 200
@@ -35,6 +35,11 @@ class RecordedPasses:
     _cache: ReplayCache | None = None  # made at the first recording
     _inputs: dict[PassSize, PaddedRows] = field(default_factory=dict)
     _layout_version: int = -1  # of the pool, when the recordings were made
+
+    @property
+    def row_buckets(self) -> tuple[int, ...]:
+        """Numbers of rows that passes are padded to; () if none is recorded."""
+        return () if self.pool.recorder is None or self.reason is not None else ROW_BUCKETS
 
     def run(
         self, batch: ForwardBatch, hidden_layers: tuple[int, ...], run: RunPass

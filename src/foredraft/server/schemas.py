@@ -6,7 +6,7 @@ accepted at the values listed there, which request the default behaviour, and re
 Fields beyond OpenAI's and vLLM's:
 
 - `typical_p`: typical sampling.
-- `speculative`: {"num_speculative_tokens": K}; 0 = no drafts.
+- `speculative`: {"num_speculative_tokens": K}; 0 = no drafts, "2-6" = from 2 to 6, "1:6,8:0" = by batch size.
 - `verify`: verification rule of this request; `posterior_threshold` and `posterior_alpha`: its settings.
 - `speculative_metrics`: statistics of this request in `metrics.speculative_decoding`.
 - `foredraft_trace`: tokens, text, origins and draft trees in every chunk of a stream.
@@ -15,8 +15,10 @@ Fields beyond OpenAI's and vLLM's:
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
+from foredraft.draft_length.length_table import LengthTable
+from foredraft.errors import ForedraftError
 from foredraft.server.neutral_fields import drop_neutral
 from foredraft.verification.registry import VERIFY_OPTIONS
 
@@ -50,6 +52,9 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 }
 
 
+MAX_REQUEST_DRAFT = 1024  # longest draft that a request may name, in tokens
+
+
 class StrictModel(BaseModel):
     """Model that refuses unknown fields, type coercion, NaN and infinities."""
 
@@ -63,10 +68,19 @@ class StreamOptions(StrictModel):
     continuous_usage_stats: bool = False
 
 
+def _check_lengths(value: int | str) -> int | str:
+    """Return the draft lengths of a request. Raises ForedraftError for another form and for very long drafts."""
+    longest = LengthTable.parse(value).most
+    if longest is not None and longest > MAX_REQUEST_DRAFT:
+        raise ForedraftError(f"num_speculative_tokens is at most {MAX_REQUEST_DRAFT}, got {value!r:.80}")
+    return value
+
+
 class SpeculativeOptions(StrictModel):
     """Draft options of one request."""
 
-    num_speculative_tokens: Annotated[int, Field(ge=0, le=1024)]
+    # A length, a range such as "2-6", or a table by batch size such as "1:6,8:0".
+    num_speculative_tokens: Annotated[int | str, AfterValidator(_check_lengths)]
 
 
 class JsonSchema(StrictModel):

@@ -108,6 +108,9 @@ def block(tree: TokenTree, p: Tensor | TargetProbs, noise: Noise) -> Commit:
     probs = to_target_probs(p)
 
     def walk(b: int) -> CommittedPath:
+        if tree.roots[b] + 1 == tree.sizes[b]:  # no draft: most steps while drafting is paused
+            root = tree.roots[b]
+            return [root], [probs.get_probs(tree.get_row(b, root)).sample(noise.sample_uniform(b, root))]
         chain = BlockChain(tree, probs, noise, b)
         num_accepted = chain.count_accepted()
         root = tree.roots[b]

@@ -2,6 +2,7 @@
 
 import json
 
+from foredraft.draft_length.length_table import TABLE_FIELD
 from foredraft.handover.engine import DrafterArguments, EngineDrafter, EngineTable
 from foredraft.handover.server_flag import ServerFlag, no_flag
 
@@ -16,6 +17,8 @@ def write_drafter(drafter: EngineDrafter) -> DrafterArguments:
     """Return the drafter as the JSON object of --speculative-config."""
     [name] = drafter.names
     config = {"method": name, "model": drafter.model, "num_speculative_tokens": drafter.num_tokens, **drafter.settings}
+    if drafter.ranges:
+        config[TABLE_FIELD] = [list(entry) for entry in drafter.ranges]
     config = {key: value for key, value in config.items() if value is not None}
     return DrafterArguments(
         flags=("--speculative-config", json.dumps(config)), engine_arguments={"speculative_config": config}
@@ -34,6 +37,7 @@ ENGINE = EngineTable(
     api_key_flag="--api-key",
     proposer=("custom_class", "foredraft.vllm.Proposer"),
     rule_setting="rejection_sample_method",
+    has_length_table=True,
     has_ray=True,
     flags={
         "served_model_name": ServerFlag("--served-model-name", takes_several=True),

@@ -1,0 +1,192 @@
+"""Planner that chooses the draft nodes with the most tokens per second. Pure: numbers in, numbers out, no clock."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from foredraft.draft_length.costs import CostCurve, DraftCost, Floats
+
+Ints = NDArray[np.int64]
+
+MIN_SECONDS = 1e-9  # lower limit on sums of times, against division by zero
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """Size of a step before its drafts, including drafts of fixed length and the least length of other drafts."""
+
+    num_requests: int  # requests that get a new token in this step
+    num_pass_tokens: int  # tokens of the forward pass without draft nodes
+    context_per_token: float  # mean number of tokens that a token of the pass attends to
+    fixed_longest: int = 0  # largest least length of a request; the least length of a fixed draft is its length
+    fixed_nodes: int = 0  # draft nodes of all requests up to their least lengths
+    fixed_accepted: float = 0.0  # expected accepted tokens of those nodes
+
+
+@dataclass(frozen=True)
+class LengthPlan:
+    """Draft nodes per request with the highest predicted rate, whether or not it exceeds that of plain decoding."""
+
+    nodes_by_slot: dict[int, int] = field(default_factory=dict)  # slot -> draft nodes
+    longest: int = 0  # largest number of nodes of one request
+    plain_rate: float = 0.0  # predicted tokens per second without these drafts
+    rate: float = 0.0  # predicted tokens per second with them
+    acceptance: float = 0.0  # predicted share of their nodes that is accepted
+
+    @property
+    def speedup(self) -> float:
+        """Predicted rate over that without drafts; 0 for an empty plan."""
+        return self.rate / self.plain_rate if self.plain_rate > 0.0 else 0.0
+
+
+class Planner:
+    """Maximises predicted tokens per second over all admissible sets of draft nodes.
+
+    A set holds a prefix of each request's nodes. Nodes of all requests are admitted in order of survival (the
+    likeliest first), up to a limit on the nodes of one request.
+    """
+
+    def __init__(self, curve: CostCurve, draft_cost: DraftCost) -> None:
+        self.curve, self.draft_cost = curve, draft_cost
+        self.plain_cost_ratio = 1.0  # measured over predicted time of plain steps; updated by the policy
+
+    def find_best_plan(
+        self,
+        shape: StepShape,
+        slots: Sequence[int],
+        limits: Sequence[tuple[int, int]],
+        survival: list[list[float]],
+        draft_probs: list[list[float]],
+    ) -> LengthPlan:
+        """Return the best plan.
+
+        All sets are evaluated, because the time of a pass is a step function of its tokens: a set that does not pay on
+        one plateau may pay at the end of the next.
+
+        Args:
+            shape: the step without these drafts.
+            slots: B slots of the requests to plan for.
+            limits: B lower and upper limits on nodes. The shape includes the nodes up to the lower limits.
+            survival: [B][N] of `SurvivalEstimator.estimate_survival`, where N is the largest upper limit.
+            draft_probs: [B][N] of `SurvivalEstimator.estimate_draft_probs`.
+        """
+        if len(slots) == 1:
+            return self._plan_one(shape, slots[0], limits[0][0], survival[0], draft_probs[0])
+        return self._plan_many(shape, slots, np.array(limits), np.array(survival), np.array(draft_probs))
+
+    def estimate_verify_time(self, shape: StepShape, nodes: float) -> float:
+        """Return the predicted seconds of the forward pass with this many draft nodes."""
+        pass_tokens, scored = shape.num_pass_tokens + nodes, shape.num_requests + nodes
+        return self.curve.predict(shape.num_requests, pass_tokens, scored, shape.context_per_token * pass_tokens)
+
+    def estimate_added_pass_time(self, num_pass_tokens: int, nodes: int) -> float:
+        """Return the seconds that draft nodes add to a forward pass of `num_pass_tokens` tokens.
+
+        The time per request cancels in the difference, so the number of requests may be 0. The time in which the added
+        tokens attend to their context is neglected.
+        """
+        shape = StepShape(num_requests=0, num_pass_tokens=num_pass_tokens, context_per_token=0.0)
+        return self.estimate_verify_time(shape, nodes) - self.estimate_verify_time(shape, 0)
+
+    def estimate_baseline(self, shape: StepShape) -> tuple[float, float]:
+        """Return (tokens, seconds) of the step with only the drafts of fixed length.
+
+        Prompt chunks cost the same with and without drafts, so they are left out. The added time of draft nodes is
+        taken at the real number of tokens.
+        """
+        decode_only = replace(shape, num_pass_tokens=shape.num_requests)
+        seconds = self.plain_cost_ratio * self.estimate_verify_time(decode_only, 0) + self.draft_cost.predict(
+            shape.num_requests, shape.fixed_longest, shape.fixed_nodes
+        )
+        if shape.fixed_nodes:
+            seconds += self.estimate_verify_time(shape, shape.fixed_nodes) - self.estimate_verify_time(shape, 0)
+        return shape.num_requests + shape.fixed_accepted, max(seconds, MIN_SECONDS)
+
+    def _plan_one(
+        self, shape: StepShape, slot: int, least: int, survival: Sequence[float], draft_probs: Sequence[float]
+    ) -> LengthPlan:
+        """Plan for one request: evaluate every draft length above the least."""
+        tokens, seconds = plain_tokens, plain_seconds = self.estimate_baseline(shape)
+        before = self.estimate_verify_time(shape, shape.fixed_nodes)
+        seconds -= self.draft_cost.predict(shape.num_requests, shape.fixed_longest, shape.fixed_nodes)
+        nodes, best_rate, best_length, best_accepted = float(shape.fixed_nodes), 0.0, least, 0.0
+        room = self.curve.count_free_rows(shape.num_pass_tokens + shape.fixed_nodes)
+        longest = len(survival) if room is None else min(len(survival), least + room)
+        for n in range(least + 1, longest + 1):
+            node_survival, draft_prob = survival[n - 1], draft_probs[n - 1]
+            after = self.estimate_verify_time(shape, shape.fixed_nodes + n - least)
+            tokens, nodes, seconds = tokens + node_survival, nodes + draft_prob, seconds + draft_prob * (after - before)
+            before = after
+            drafting = self.draft_cost.predict(shape.num_requests, max(n, shape.fixed_longest), nodes)
+            rate = tokens / max(seconds + drafting, MIN_SECONDS)
+            if rate > best_rate:
+                best_rate, best_length, best_accepted = rate, n, tokens - plain_tokens
+        acceptance = best_accepted / (best_length - least) if best_length > least else 0.0
+        return LengthPlan({slot: best_length}, best_length, plain_tokens / plain_seconds, best_rate, acceptance)
+
+    def _plan_many(
+        self, shape: StepShape, slots: Sequence[int], limits: Ints, survival: Floats, draft_probs: Floats
+    ) -> LengthPlan:
+        """Plan for several requests: limits [B, 2], survival and draft_probs [B, N]."""
+        tokens, seconds = self.estimate_baseline(shape)
+        count, width = survival.shape
+        order = np.argsort(-survival, axis=None, kind="stable")  # equal nodes of one request stay in their order
+        request, node = order // width, order % width + 1
+        least, most = limits[:, 0], limits[:, 1]
+        allowed = (node > least[request]) & (node <= most[request])
+        order, request, node = order[allowed], request[allowed], node[allowed]
+        survival, draft_probs = survival.ravel()[order], draft_probs.ravel()[order]
+        # Log probability that a request has no draft beyond its least length, at the node that would be the next.
+        log_no_draft = np.where(node == least[request] + 1, np.log1p(-np.minimum(draft_probs, 1.0 - 1e-9)), 0.0)
+        before = self.estimate_verify_time(shape, shape.fixed_nodes)
+        rest = seconds - before - self.draft_cost.predict(shape.num_requests, shape.fixed_longest, shape.fixed_nodes)
+        best_rate, best_longest, best_size, best_accepted = 0.0, 0, 0, 0.0
+        room = self.curve.count_free_rows(shape.num_pass_tokens + shape.fixed_nodes)
+        for longest in _list_lengths(width):
+            inside = node <= longest
+            if longest <= least.min():
+                continue  # no node is inside
+            accepted, expected_nodes = np.cumsum(survival[inside]), np.cumsum(draft_probs[inside])
+            any_draft = -np.expm1(np.cumsum(log_no_draft[inside]))
+            # The pass is priced at the nodes given that there is a draft, not at the mean: rare drafts come whole, and
+            # the time of a pass is a step function of its tokens.
+            nodes = expected_nodes / any_draft + shape.fixed_nodes
+            pass_tokens, scored = shape.num_pass_tokens + nodes, shape.num_requests + nodes
+            cost = any_draft * self.curve.predict_many(
+                shape.num_requests, pass_tokens, scored, shape.context_per_token * pass_tokens
+            )
+            cost += (1.0 - any_draft) * before + rest
+            cost += self.draft_cost.predict_many(
+                shape.num_requests, max(longest, shape.fixed_longest), expected_nodes + shape.fixed_nodes
+            )
+            rate = (tokens + accepted) / np.maximum(cost, MIN_SECONDS)
+            rate[len(rate) if room is None else room :] = 0.0
+            n = int(rate.argmax())
+            if rate[n] > best_rate:
+                best_rate, best_longest, best_size, best_accepted = float(rate[n]), longest, n + 1, float(accepted[n])
+        added = np.bincount(request[node <= best_longest][:best_size], minlength=count)
+        granted = (least + added).tolist()
+        acceptance = best_accepted / best_size if best_size else 0.0
+        nodes_by_slot = dict(zip(slots, granted, strict=True))
+        return LengthPlan(nodes_by_slot, max(granted), tokens / seconds, best_rate, acceptance)
+
+
+def cut_nodes(nodes_by_slot: dict[int, int], room: int | None) -> dict[int, int]:
+    """Take nodes from the longest drafts until there are at most `room`; None = no limit."""
+    excess = 0 if room is None else sum(nodes_by_slot.values()) - room
+    if excess <= 0:
+        return nodes_by_slot
+    result = dict(nodes_by_slot)
+    for _ in range(min(excess, sum(result.values()))):
+        result[max(result, key=result.__getitem__)] -= 1
+    return result
+
+
+def _list_lengths(max_length: int) -> list[int]:
+    """Return every draft length up to 8, then lengths a quarter apart: each takes one pass over the candidates."""
+    lengths = list(range(1, min(max_length, 8) + 1))
+    while lengths[-1] < max_length:
+        lengths.append(min(max_length, lengths[-1] + max(1, lengths[-1] // 4)))
+    return lengths

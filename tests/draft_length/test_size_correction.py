@@ -1,0 +1,42 @@
+"""Corrections of predicted times by size."""
+
+import numpy as np
+import pytest
+
+from foredraft.draft_length.size_correction import SizeCorrection
+
+
+def test_a_size_that_occurred_has_its_ratio_and_others_lie_between():
+    correction = SizeCorrection()
+    assert correction.estimate(5) == 1.0
+    for _ in range(60):
+        correction.update(4, 1.0)
+        correction.update(8, 2.0)
+    sizes = [1, 4, 6, 8, 100]
+    expected = pytest.approx([1.0, 1.0, 1.5, 2.0, 2.0], rel=0.05)
+    assert [correction.estimate(size) for size in sizes] == expected
+    assert correction.estimate_many(np.array(sizes, dtype=float)) == expected
+
+
+def test_confidence_grows_with_visits_and_fades():
+    correction = SizeCorrection()
+    assert correction.get_confidence(4) == 0.0
+    grown = []
+    for _ in range(8):
+        correction.update(4, 1.5)
+        grown.append(correction.get_confidence(4))
+    assert grown == sorted(grown)
+    assert grown[-1] > 0.7
+    before = correction.estimate(4)
+    for _ in range(3000):
+        correction.update(8, 1.0)
+    assert before > 1.4
+    assert correction.get_confidence(4) == 0.0, "it is dropped"
+
+
+def test_large_sizes_share_their_ratio_with_near_ones():
+    correction = SizeCorrection()
+    for size in range(500, 520):
+        correction.update(size, 2.0)
+    assert len(correction._means) <= 2
+    assert correction.estimate(510) > 1.8
