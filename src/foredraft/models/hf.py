@@ -48,7 +48,7 @@ class LM(Protocol):
 
         Returns:
             Logits [R, V] of forward_batch.logit_rows, and hidden states [T, F] at the boundaries, concatenated, or
-            None without boundaries.
+            None without boundaries. Drafters keep references to the states, so a later pass must not overwrite them.
         """
 
 

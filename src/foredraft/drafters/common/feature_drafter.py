@@ -42,10 +42,15 @@ from foredraft.kv.pool import KVPool
 from foredraft.kv.weak import bind_weakly
 from foredraft.models.feature_lm import FeatureLM, FeatureNetwork, NativeFeatureNetwork
 from foredraft.models.forward_batch import ForwardBatch, Span
+from foredraft.path_features import FeatureRows, read_all
 from foredraft.request import Batch, Request
 from foredraft.tree import Commit, TokenTree
 
-MAX_PENDING_PAIRS = 256  # `observe` computes the pending pairs of a request that has this many, to bound their memory
+# Bounds on the memory of pending pairs. `observe` computes those of a request that has MAX_PENDING_PAIRS of them. At
+# most MAX_REFERENCES steps of a request are references to the target's hidden states, which keep the rows of other
+# requests in memory too (`PathFeatures.keep`); older rows are copies.
+MAX_PENDING_PAIRS = 256
+MAX_REFERENCES = 16
 
 
 @dataclass(frozen=True)
@@ -63,12 +68,21 @@ class PendingPairs:
     request: Request
     page_size: int  # tokens per KV page
     tokens: list[int] = field(default_factory=list)  # tokens of all pending pairs
-    features: list[Tensor] = field(default_factory=list)  # features of all pending pairs: one tensor [n, F] per step
+    features: list[FeatureRows] = field(default_factory=list)  # features of all pending pairs, step by step
+    num_joined: int = 0  # leading entries of `features` that are copies
 
-    def add(self, tokens: Sequence[int], features: Tensor) -> None:
-        """Append the pairs of n tokens and features [n, F]."""
+    def add(self, tokens: Sequence[int], features: FeatureRows) -> None:
+        """Append the pairs of n tokens and n rows of features."""
         self.features.append(features)
         self.tokens += tokens
+        if len(self.features) - self.num_joined >= MAX_REFERENCES:
+            self._join()
+
+    def _join(self) -> None:
+        """Copy the rows that are references, so that they keep no other rows in memory."""
+        rows = read_all(self.features[self.num_joined :])
+        self.features[self.num_joined :] = [FeatureRows(rows, range(len(rows)))]
+        self.num_joined += 1
 
 
 class FeatureDrafter:
@@ -127,12 +141,9 @@ class FeatureDrafter:
         A request is left out if pairs before the new ones are missing: neither observed nor hit in the prefix cache.
         """
         self.mismatch_detector.record_commit(batch, commit)
-        if commit.features is None:
+        if commit.path_features is None:
             return
         full_slots: list[int] = []
-        # A pending view keeps the whole tensor in memory. So rows are copied if less than half of the tensor, or of the
-        # request's part of it, is needed.
-        is_mostly_unused = _count_stored_rows(commit.features) > 2 * sum(commit.counts)
         for b, request in enumerate(batch.requests):
             tokens, slot = commit.tokens[b], request.slot
             # Token i of `tokens` and feature i of the step form pair num_computed + i.
@@ -140,10 +151,7 @@ class FeatureDrafter:
                 pending = self._pending.get(slot)
                 if pending is None:
                     pending = self._pending[slot] = PendingPairs(request, batch.page_size)
-                features = commit.features[b]  # [P, F], padded after the row of the last token
-                rows = features[: len(tokens)]
-                copies = is_mostly_unused or len(features) > 2 * len(tokens)
-                pending.add(self._select_pair_tokens(request, tokens), rows.clone() if copies else rows)
+                pending.add(self._select_pair_tokens(request, tokens), commit.path_features.keep(b))
                 if len(pending.tokens) >= MAX_PENDING_PAIRS:
                     full_slots.append(slot)
         self._compute_pending(full_slots)
@@ -221,7 +229,7 @@ class FeatureDrafter:
         page_size = next(iter(pending_by_slot.values())).page_size
         forward_batch = ForwardBatch.build(spans, last_rows, page_size, self.context.device)
         # logits [slots, W] at the last rows, next_features [T, H] at all rows
-        logits, next_features = self.lm.forward(forward_batch, self.lm.project_features(_concat_rows(features)))
+        logits, next_features = self.lm.forward(forward_batch, self.lm.project_features(read_all(features)))
         for i, (span, slot, row) in enumerate(zip(spans, pending_by_slot, last_rows, strict=True)):
             self._root_outputs[slot] = RootOutput(logits[i : i + 1], next_features[row : row + 1])
             self.draft_kv.num_valid[slot] = span.num_keys  # valid entries before this pass, and those of this pass
@@ -275,11 +283,6 @@ def _compute_bytes_per_token(lm: FeatureLM) -> int:
     """Return the bytes of keys and values per token in all layers of the network."""
     shape: Any = lm.network.shape  # type: ignore[attr-defined]
     return int(2 * shape.num_layers * shape.block.kv_heads * shape.block.head_dim * lm.dtype.itemsize)
-
-
-def _count_stored_rows(features: Tensor) -> int:
-    """Return the number of rows [F] that a view of `features` [B, P, F] keeps in memory."""
-    return features.untyped_storage().nbytes() // max(features.element_size() * features.shape[-1], 1)
 
 
 def _concat_rows(rows: Sequence[Tensor]) -> Tensor:

@@ -61,9 +61,9 @@ typedef struct {
     void *const *keys, *const *values;             /* [layers] of [slots, kv_heads, head_dim] */
     void *const *cross_keys, *const *cross_values; /* the same, of the sources; encoder-decoder models */
     const int32_t *hidden_layers;                  /* [hidden_layer_count] layer boundaries to return */
-    int32_t hidden_layer_count;
+    int32_t hidden_layer_count, has_bf16_features;
     const float *inputs; /* [num_rows, hidden] or, if the model is EMBEDDED, NULL */
-    float *features;     /* [num_rows, hidden_layer_count * hidden] */
+    void *features;      /* [num_rows, hidden_layer_count * hidden] float32 or bf16 */
     float *logits;       /* [num_logits, V] */
     char *scratch;
 } fd_pass;

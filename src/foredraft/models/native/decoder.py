@@ -159,8 +159,7 @@ class NativeDecoder:
         self, forward_batch: ForwardBatch, pool: KVPool, hidden_layers: tuple[int, ...]
     ) -> tuple[Tensor, Tensor | None]:
         """Run one forward pass; see LM.forward. Logits are float32, hidden states have the model's dtype."""
-        logits, features = self.run(forward_batch, pool, hidden_layers)
-        return logits, None if features is None else features.to(self.dtype)
+        return self.run(forward_batch, pool, hidden_layers, feature_dtype=self.dtype)
 
     def run(
         self,
@@ -169,6 +168,7 @@ class NativeDecoder:
         hidden_layers: tuple[int, ...],
         inputs: Tensor | None = None,
         layer_slice: LayerSlice | None = None,
+        feature_dtype: torch.dtype = torch.float32,
     ) -> tuple[Tensor, Tensor | None]:
         """Run one forward pass.
 
@@ -178,9 +178,10 @@ class NativeDecoder:
             hidden_layers: layer boundaries to return, within the slice.
             inputs: features [T, H], float32, for a model that reads them beside the tokens. Default None.
             layer_slice: layers to run. Default None = all.
+            feature_dtype: dtype of the hidden states, float32 (default) or bfloat16.
 
         Returns:
-            Logits [R, V] and hidden states [T, F] at the boundaries, concatenated, or None; both float32.
+            Logits [R, V], float32, and hidden states [T, F] at the boundaries, concatenated, or None.
         """
         rows = forward_batch.packed_rows
         self._check_tokens(forward_batch)
@@ -188,7 +189,7 @@ class NativeDecoder:
         pool.reserve(self.kv_samples, forward_batch.num_slots)
         logits = torch.empty(rows.num_logits, self.record.head.n, dtype=torch.float32)
         width = len(hidden_layers) * self.record.hidden
-        features = torch.empty(rows.num_rows, width, dtype=torch.float32) if hidden_layers else None
+        features = torch.empty(rows.num_rows, width, dtype=feature_dtype) if hidden_layers else None
         self.native.sync_threads()
         record = self.record if layer_slice is None else layer_slice.apply_to(self.record)
         scratch = self._take_scratch(self.native.handle.fd_decoder_scratch(record, rows.record))
@@ -199,6 +200,7 @@ class NativeDecoder:
             values=ctypes.addressof(values),
             hidden_layers=ctypes.addressof(boundaries),
             hidden_layer_count=len(hidden_layers),
+            has_bf16_features=feature_dtype == torch.bfloat16,
             inputs=None if inputs is None else inputs.data_ptr(),
             features=None if features is None else features.data_ptr(),
             logits=logits.data_ptr(),
