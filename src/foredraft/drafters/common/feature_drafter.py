@@ -29,6 +29,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from foredraft.drafters.common.chain_loop import finish_chains, is_native_chain, plan_chain
 from foredraft.drafters.common.growing_kv_draft import GrowingKVDraft
 from foredraft.drafters.common.level_loop import LevelStates, grow_levels, start_builder
 from foredraft.drafters.common.mismatch_warning import MismatchDetector
@@ -42,6 +43,8 @@ from foredraft.kv.pool import KVPool
 from foredraft.kv.weak import bind_weakly
 from foredraft.models.feature_lm import FeatureLM, FeatureNetwork, NativeFeatureNetwork
 from foredraft.models.forward_batch import ForwardBatch, Span
+from foredraft.models.native.draft_chain import NativeChains
+from foredraft.models.native.draft_layers import NativeDraftLayers
 from foredraft.path_features import FeatureRows, read_all
 from foredraft.request import Batch, Request
 from foredraft.tree import Commit, TokenTree
@@ -115,6 +118,7 @@ class FeatureDrafter:
             is_rebuildable_from_tokens=False,
             flush=bind_weakly(self.flush),
         )
+        self._chains = _make_chains(lm, context.vocab_size, token_ids)
         self._root_outputs: dict[int, RootOutput] = {}  # by slot; absent until a pass has computed pairs of the request
         self._pending: dict[int, PendingPairs] = {}  # by slot
         self.mismatch_detector = MismatchDetector(context)  # warns if the head was trained for another target
@@ -131,7 +135,7 @@ class FeatureDrafter:
         drafts = {b: draft for b in batch.find_drafting() if (draft := self._start_draft(batch, b)) is not None}
         if drafts:
             self._grow_drafts(list(drafts.values()), batch.page_size)
-        tree = to_token_tree(batch, {b: draft.builder.to_draft() for b, draft in drafts.items()})
+        tree = to_token_tree(batch, {b: draft.to_draft() for b, draft in drafts.items()})
         self.mismatch_detector.record_proposal(batch, tree)
         return tree
 
@@ -236,8 +240,24 @@ class FeatureDrafter:
             del self._pending[slot]
 
     def _build_trees(self, drafts: list[GrowingKVDraft], page_size: int) -> None:
-        """Grow all drafts level by level. Each level after the first takes one forward pass over the level above it."""
+        """Grow all drafts from the outputs at their roots."""
         roots = [self._root_outputs[draft.builder.request.slot] for draft in drafts]
+        if not self._draft_chains(drafts, roots, page_size):
+            self._grow_trees(drafts, roots, page_size)
+
+    def _draft_chains(self, drafts: list[GrowingKVDraft], roots: Sequence[RootOutput], page_size: int) -> bool:
+        """Draft chains in one native call. Returns False if that is not possible."""
+        if self._chains is None or not all(is_native_chain(draft.builder) for draft in drafts):
+            return False
+        plans = [plan_chain(draft) for draft in drafts]
+        logits, features = _concat_rows([root.logits for root in roots]), _concat_rows([root.feature for root in roots])
+        found = self._chains.continue_drafts(plans, self.lm.pool, page_size, logits, features)
+        if found is not None:
+            finish_chains(drafts, plans, found)
+        return found is not None
+
+    def _grow_trees(self, drafts: list[GrowingKVDraft], roots: Sequence[RootOutput], page_size: int) -> None:
+        """Grow all drafts level by level. Each level after the first takes one forward pass over the level above it."""
         # The features of the newest level, one row per node; the next level reads the rows of its parents.
         features = LevelStates(_concat_rows([root.feature for root in roots]))
         features.start(drafts)
@@ -277,6 +297,15 @@ def make_feature_lm(
     native = make_native(network) if is_native else None
     pool = KVPool.for_device(context.device, is_native)
     return FeatureLM(network, context.dtype, pool, native, shape.block.sliding_windows)
+
+
+def _make_chains(lm: FeatureLM, vocab_size: int, token_ids: Tensor | None) -> NativeChains | None:
+    """Return the native loop of a network; None if its passes are not native calls."""
+    if not isinstance(lm.fused, NativeDraftLayers):
+        return None
+    ids = None if token_ids is None else token_ids.to(torch.int32).contiguous()
+    chains = NativeChains(lm.fused.decoder, vocab_size, lm.fused.feature_layer, ids)
+    return chains if chains.reads_own_tokens else None
 
 
 def _compute_bytes_per_token(lm: FeatureLM) -> int:

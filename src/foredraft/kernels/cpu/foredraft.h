@@ -123,6 +123,26 @@ typedef struct {
     int32_t num_rows, vocab, is_bf16;
 } fd_sampling;
 
+/* Chains of draft tokens, one per request: chain.h. Position `starts[b] + d` of a request has the entry of its draft token
+ * at depth d; depth 0 is the root, whose entry is computed before or by the first pass. */
+typedef struct {
+    const fd_rows *first;        /* first pass, with one row of logits per draft, in order; NULL = its outputs are given */
+    const fd_settings *settings; /* [num_drafts] */
+    const int64_t *keys;         /* [num_drafts, max_depth] noise keys */
+    const int32_t *depths;       /* [num_drafts] most tokens, up to max_depth */
+    const int32_t *starts;       /* [num_drafts] position of the root's entry */
+    const int32_t *slots;        /* [num_drafts, max_depth + 1] slots of these positions; that of the last is not used */
+    const int32_t *pages, *page_offset;  /* page tables, concatenated; [num_drafts] start of a draft's table */
+    const int32_t *end_ids, *end_offset; /* tokens that end a draft, concatenated; [num_drafts + 1] */
+    const int32_t *uses_q;               /* [num_drafts] whether a sampled draft returns q */
+    const int32_t *token_ids;            /* [columns] token of each column of the logits, ascending; NULL = its index */
+    float *q;        /* [num_drafts, max_depth + 1, vocab]: rows of the nodes up to the last token; or NULL */
+    int32_t *tokens; /* [num_drafts, max_depth] */
+    int32_t *counts; /* [num_drafts] number of tokens */
+    double margin;   /* as in fd_sampling */
+    int32_t num_drafts, max_depth, columns, vocab, max_keys, page_size;
+} fd_chain;
+
 /* Arguments of one product y = x W^T. */
 typedef struct {
     const fd_weight *weight;

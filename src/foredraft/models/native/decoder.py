@@ -184,15 +184,15 @@ class NativeDecoder:
             Logits [R, V], float32, and hidden states [T, F] at the boundaries, concatenated, or None.
         """
         rows = forward_batch.packed_rows
-        self._check_tokens(forward_batch)
-        self._extend_rotary(rows.record.max_keys)
+        self.check_tokens(forward_batch)
+        self.extend_rotary(rows.record.max_keys)
         pool.reserve(self.kv_samples, forward_batch.num_slots)
         logits = torch.empty(rows.num_logits, self.record.head.n, dtype=torch.float32)
         width = len(hidden_layers) * self.record.hidden
         features = torch.empty(rows.num_rows, width, dtype=feature_dtype) if hidden_layers else None
         self.native.sync_threads()
         record = self.record if layer_slice is None else layer_slice.apply_to(self.record)
-        scratch = self._take_scratch(self.native.handle.fd_decoder_scratch(record, rows.record))
+        scratch = self.take_scratch(self.native.handle.fd_decoder_scratch(record, rows.record))
         keys, values = pool.addresses
         boundaries = (ctypes.c_int32 * len(hidden_layers))(*hidden_layers)
         job = PassRecord(
@@ -207,10 +207,10 @@ class NativeDecoder:
             scratch=scratch.data_ptr(),
         )
         self.native.handle.fd_decoder_forward(record, rows.record, job)
-        self._free_scratch.append(scratch)
+        self.return_scratch(scratch)
         return logits, features
 
-    def _check_tokens(self, forward_batch: ForwardBatch) -> None:
+    def check_tokens(self, forward_batch: ForwardBatch) -> None:
         """Raise IndexError, as torch does, for token ids that the model does not have.
 
         The vocabulary of a draft model may be smaller than the target's.
@@ -218,7 +218,7 @@ class NativeDecoder:
         if not all(min(span.tokens) >= 0 and max(span.tokens) < self.vocab_size for span in forward_batch.spans):
             raise IndexError(f"a token id is outside the vocabulary of {self.vocab_size} tokens")
 
-    def _take_scratch(self, size: int) -> Tensor:
+    def take_scratch(self, size: int) -> Tensor:
         """Take scratch memory of at least `size` bytes. Passes in other threads have their own."""
         try:
             scratch = self._free_scratch.pop()
@@ -227,7 +227,11 @@ class NativeDecoder:
         # A larger allocation than needed, so that growing sequences rarely reallocate.
         return scratch if len(scratch) >= size else torch.empty(2 * size, dtype=torch.uint8)
 
-    def _extend_rotary(self, num_positions: int) -> None:
+    def return_scratch(self, scratch: Tensor) -> None:
+        """Return scratch memory for the next pass."""
+        self._free_scratch.append(scratch)
+
+    def extend_rotary(self, num_positions: int) -> None:
         """Make the rotary table at least `num_positions` long. Sizes are powers of two."""
         if num_positions <= self.num_positions:
             return

@@ -1,0 +1,211 @@
+"""Chains of draft tokens in one native call: every pass of a draft network, and the sampling between the passes."""
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from foredraft.kernels.cpu.library import ChainRecord, PassRecord, RowsRecord
+from foredraft.kernels.sampler import RACE_MARGIN, RowSettings
+from foredraft.kv.pool import KVPool
+from foredraft.models.forward_batch import ForwardBatch
+from foredraft.models.native.decoder import NativeDecoder
+
+
+@dataclass(frozen=True)
+class ChainPlan:
+    """What the chain of one request is drafted from."""
+
+    pages: Sequence[int]  # block table of the request
+    start: int  # position of the root's entry; the token at depth d has position start + d
+    depth: int  # most tokens
+    settings: RowSettings  # sampling parameters; temperature 0 = the likeliest tokens
+    keys: Sequence[int]  # noise keys of the depths; () for the likeliest tokens
+    end_ids: frozenset[int]  # tokens that end a draft
+    uses_q: bool  # return q; only for sampled tokens
+
+
+@dataclass(frozen=True)
+class ChainTokens:
+    """Draft tokens of B requests."""
+
+    tokens: list[list[int]]
+    q: Tensor | None  # [B, K + 1, V]: rows 0 to n of a request with n tokens, if its plan uses q
+
+    def get_q(self, b: int, plan: ChainPlan) -> Tensor | None:
+        """Return q [1 + n, V] of a request."""
+        return None if self.q is None or not plan.uses_q else self.q[b, : 1 + len(self.tokens[b])]
+
+
+@dataclass(frozen=True)
+class NativeChains:
+    """Native loop over the levels of chains."""
+
+    decoder: NativeDecoder
+    vocab_size: int  # V
+    feature_layer: int | None = None  # boundary whose state the next level reads beside its token; None = no such input
+    token_ids: Tensor | None = None  # [W] int32 token of each column of the logits, ascending; None = its index
+
+    @property
+    def num_columns(self) -> int:
+        """Number of columns of the logits that are tokens."""
+        return min(int(self.decoder.record.head.n), self.vocab_size)
+
+    @property
+    def reads_own_tokens(self) -> bool:
+        """Whether the network has an embedding for every token that it drafts."""
+        largest = self.num_columns - 1 if self.token_ids is None else int(self.token_ids[-1])
+        return largest < self.decoder.vocab_size
+
+    def draft(self, plans: Sequence[ChainPlan], pool: KVPool, first: ForwardBatch) -> ChainTokens | None:
+        """Run a pass that ends with the roots of B drafts, and draft.
+
+        Args:
+            plans: B plans.
+            pool: KV pool of the network.
+            first: the pass; its rows of logits are those of the roots, in order.
+
+        Returns:
+            The tokens; None if rounding decides one of them, which is left to the reference.
+        """
+        logits = torch.empty(len(plans), self.decoder.record.head.n, dtype=torch.float32)
+        self.decoder.check_tokens(first)
+        return self._run(plans, pool, first, logits, None)
+
+    def continue_drafts(
+        self, plans: Sequence[ChainPlan], pool: KVPool, page_size: int, logits: Tensor, features: Tensor
+    ) -> ChainTokens | None:
+        """Draft from the outputs of a pass, for a network that reads features.
+
+        Args:
+            plans: B plans.
+            pool: KV pool of the network.
+            page_size: slots per page.
+            logits: logits [B, W] after the roots, float32.
+            features: features [B, H] at the roots, float32.
+
+        Returns:
+            As `draft`.
+        """
+        return self._run(plans, pool, page_size, logits.contiguous(), features.contiguous())
+
+    def _run(
+        self,
+        plans: Sequence[ChainPlan],
+        pool: KVPool,
+        first: ForwardBatch | int,
+        logits: Tensor,
+        features: Tensor | None,
+    ) -> ChainTokens | None:
+        """Run the native call; `first` is the first pass, or the page size without one."""
+        decoder, depth = self.decoder, max(plan.depth for plan in plans)
+        rows = None if isinstance(first, int) else first.packed_rows.record
+        page_size = first if isinstance(first, int) else first.page_size
+        packed = _PackedPlans.pack(plans, depth, page_size, 0 if rows is None else rows.max_keys)
+        decoder.extend_rotary(packed.max_keys)
+        pool.reserve(decoder.kv_samples, (max(max(plan.pages) for plan in plans) + 1) * page_size)
+        uses_q = any(plan.uses_q for plan in plans)
+        q = torch.empty(len(plans), depth + 1, self.vocab_size) if uses_q else None
+        record = packed.build_record(rows, depth, page_size)
+        record.columns, record.vocab = self.num_columns, self.vocab_size
+        record.token_ids = None if self.token_ids is None else self.token_ids.data_ptr()
+        record.q = None if q is None else q.data_ptr()
+        decoder.native.sync_threads()
+        handle = decoder.native.handle
+        scratch = decoder.take_scratch(handle.fd_chain_scratch(decoder.record, record))
+        keys, values = pool.addresses
+        boundary = (ctypes.c_int32 * 1)(self.feature_layer or 0)
+        job = PassRecord(
+            keys=ctypes.addressof(keys),
+            values=ctypes.addressof(values),
+            hidden_layers=ctypes.addressof(boundary),
+            hidden_layer_count=int(self.feature_layer is not None),
+            features=None if features is None else features.data_ptr(),
+            logits=logits.data_ptr(),
+            scratch=scratch.data_ptr(),
+        )
+        status = handle.fd_draft_chains(decoder.record, record, job)
+        decoder.return_scratch(scratch)
+        if status == NO_MEMORY:
+            raise MemoryError(f"no memory to sample from {self.vocab_size} tokens")
+        return None if status else ChainTokens(packed.list_tokens(), q)
+
+
+NO_MEMORY = -1  # status, with the value of chain.h
+
+
+@dataclass(frozen=True)
+class _PackedPlans:
+    """Plans in the layout of the native code."""
+
+    numbers: NDArray[np.int32]  # the lists of fd_chain, concatenated; then room for tokens and their counts
+    counts: tuple[int, ...]  # their lengths
+    settings: NDArray[np.float64]  # [B, 5]
+    keys: NDArray[np.int64]  # [B, K]
+    max_keys: int  # most keys that a row sees
+
+    @classmethod
+    def pack(cls, plans: Sequence[ChainPlan], depth: int, page_size: int, max_keys: int) -> "_PackedPlans":
+        """Pack plans for drafts of up to `depth` tokens. `max_keys` is that of the first pass."""
+        slots: list[int] = []
+        for plan in plans:
+            pages, start = plan.pages, plan.start
+            row = [pages[i // page_size] * page_size + i % page_size for i in range(start, start + plan.depth)]
+            slots += row + row[-1:] * (depth + 1 - plan.depth)  # the last token has no entry
+        page_counts = [plan.start // page_size + 1 for plan in plans]
+        lists = [
+            [plan.depth for plan in plans],
+            [plan.start for plan in plans],
+            slots,
+            [page for plan, n in zip(plans, page_counts, strict=True) for page in plan.pages[:n]],
+            [0, *accumulate(page_counts)][:-1],
+            [token for plan in plans for token in plan.end_ids],
+            [0, *accumulate(len(plan.end_ids) for plan in plans)],
+            [int(plan.uses_q) for plan in plans],
+            [0] * (len(plans) * depth),
+            [0] * len(plans),
+        ]
+        return cls(
+            np.array([number for numbers in lists for number in numbers], dtype=np.int32),
+            tuple(map(len, lists)),
+            np.array([plan.settings for plan in plans], dtype=np.float64),
+            np.array([[*plan.keys, *[0] * (depth - len(plan.keys))] for plan in plans], dtype=np.int64),
+            max(max_keys, *(plan.start + plan.depth for plan in plans)),
+        )
+
+    def build_record(self, first: RowsRecord | None, depth: int, page_size: int) -> ChainRecord:
+        """Build the record, without the fields of the network."""
+        starts = [self.numbers.ctypes.data + 4 * at for at in (0, *accumulate(self.counts))]
+        depths, positions, slots, pages, page_offset, end_ids, end_offset, uses_q, tokens, counts, _ = starts
+        return ChainRecord(
+            first=None if first is None else ctypes.pointer(first),
+            settings=self.settings.ctypes.data,
+            keys=self.keys.ctypes.data,
+            depths=depths,
+            starts=positions,
+            slots=slots,
+            pages=pages,
+            page_offset=page_offset,
+            end_ids=end_ids,
+            end_offset=end_offset,
+            uses_q=uses_q,
+            tokens=tokens,
+            counts=counts,
+            margin=RACE_MARGIN,
+            num_drafts=len(self.settings),
+            max_depth=depth,
+            max_keys=self.max_keys,
+            page_size=page_size,
+        )
+
+    def list_tokens(self) -> list[list[int]]:
+        """Return the tokens of every draft."""
+        size = len(self.settings)
+        depth = self.counts[-2] // size
+        tokens, counts = self.numbers[-size * (depth + 1) : -size].tolist(), self.numbers[-size:].tolist()
+        return [tokens[b * depth : b * depth + n] for b, n in enumerate(counts)]
