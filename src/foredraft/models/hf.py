@@ -137,9 +137,9 @@ class HFModel:
         limit = self.model_context_length
         return limit if self.max_context is None else min(limit, self.max_context)
 
-    @property
+    @cached_property
     def model_context_length(self) -> int:
-        """Context limit of the model in tokens."""
+        """Context limit of the model in tokens. Cached, since transformers reads its configuration slowly."""
         return _find_context_limit(self.model.config.get_text_config())
 
     @property

@@ -3,11 +3,10 @@
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from foredraft.kernels.cpu.library import ChainRecord, PassRecord, RowsRecord
@@ -51,9 +50,9 @@ class NativeChains:
     feature_layer: int | None = None  # boundary whose state the next level reads beside its token; None = no such input
     token_ids: Tensor | None = None  # [W] int32 token of each column of the logits, ascending; None = its index
 
-    @property
+    @cached_property
     def num_columns(self) -> int:
-        """Number of columns of the logits that are tokens."""
+        """Number of columns of the logits that are tokens. Cached, since reading a record is slow."""
         return min(int(self.decoder.record.head.n), self.vocab_size)
 
     @property
@@ -111,7 +110,7 @@ class NativeChains:
         pool.reserve(decoder.kv_samples, (max(max(plan.pages) for plan in plans) + 1) * page_size)
         uses_q = any(plan.uses_q for plan in plans)
         q = torch.empty(len(plans), depth + 1, self.vocab_size) if uses_q else None
-        record = packed.build_record(rows, depth, page_size)
+        record = packed.build_record(rows, page_size)
         record.columns, record.vocab = self.num_columns, self.vocab_size
         record.token_ids = None if self.token_ids is None else self.token_ids.data_ptr()
         record.q = None if q is None else q.data_ptr()
@@ -141,53 +140,61 @@ NO_MEMORY = -1  # status, with the value of chain.h
 
 @dataclass(frozen=True)
 class _PackedPlans:
-    """Plans in the layout of the native code."""
+    """Plans in the layout of the native code, as arrays of ctypes: numpy's take longer to address than to fill."""
 
-    numbers: NDArray[np.int32]  # the lists of fd_chain, concatenated; then room for tokens and their counts
+    numbers: "ctypes.Array[ctypes.c_int32]"  # the lists of fd_chain, concatenated; then room for tokens and counts
     counts: tuple[int, ...]  # their lengths
-    settings: NDArray[np.float64]  # [B, 5]
-    keys: NDArray[np.int64]  # [B, K]
+    settings: "ctypes.Array[ctypes.c_double]"  # [B * 5]
+    keys: "ctypes.Array[ctypes.c_int64]"  # [B * K]
+    num_drafts: int  # B
+    depth: int  # K
     max_keys: int  # most keys that a row sees
 
     @classmethod
     def pack(cls, plans: Sequence[ChainPlan], depth: int, page_size: int, max_keys: int) -> "_PackedPlans":
         """Pack plans for drafts of up to `depth` tokens. `max_keys` is that of the first pass."""
-        slots: list[int] = []
+        depths, starts, slots, pages, page_offset, ends, end_offset, uses_q, keys, settings = ([] for _ in range(10))
         for plan in plans:
-            pages, start = plan.pages, plan.start
-            row = [pages[i // page_size] * page_size + i % page_size for i in range(start, start + plan.depth)]
-            slots += row + row[-1:] * (depth + 1 - plan.depth)  # the last token has no entry
-        page_counts = [plan.start // page_size + 1 for plan in plans]
-        lists = [
-            [plan.depth for plan in plans],
-            [plan.start for plan in plans],
-            slots,
-            [page for plan, n in zip(plans, page_counts, strict=True) for page in plan.pages[:n]],
-            [0, *accumulate(page_counts)][:-1],
-            [token for plan in plans for token in plan.end_ids],
-            [0, *accumulate(len(plan.end_ids) for plan in plans)],
-            [int(plan.uses_q) for plan in plans],
-            [0] * (len(plans) * depth),
-            [0] * len(plans),
-        ]
+            table, start, end = plan.pages, plan.start, plan.start + plan.depth
+            depths.append(plan.depth)
+            starts.append(start)
+            slots += [table[i // page_size] * page_size + i % page_size for i in range(start, end)]
+            slots += slots[-1:] * (depth + 1 - plan.depth)  # the last token has no entry
+            page_offset.append(len(pages))
+            pages += table[: start // page_size + 1]
+            end_offset.append(len(ends))
+            ends += plan.end_ids
+            uses_q.append(int(plan.uses_q))
+            keys += plan.keys or [0] * plan.depth
+            keys += [0] * (depth - plan.depth)
+            settings += plan.settings
+            max_keys = max(max_keys, end)
+        size = len(plans)
+        room = [0] * (size * depth), [0] * size
+        lists = depths, starts, slots, pages, page_offset, ends, [*end_offset, len(ends)], uses_q, *room
+        counts = tuple(map(len, lists))
+        numbers = (ctypes.c_int32 * sum(counts))(*(number for numbers in lists for number in numbers))
         return cls(
-            np.array([number for numbers in lists for number in numbers], dtype=np.int32),
-            tuple(map(len, lists)),
-            np.array([plan.settings for plan in plans], dtype=np.float64),
-            np.array([[*plan.keys, *[0] * (depth - len(plan.keys))] for plan in plans], dtype=np.int64),
-            max(max_keys, *(plan.start + plan.depth for plan in plans)),
+            numbers,
+            counts,
+            (ctypes.c_double * len(settings))(*settings),
+            (ctypes.c_int64 * len(keys))(*keys),
+            size,
+            depth,
+            max_keys,
         )
 
-    def build_record(self, first: RowsRecord | None, depth: int, page_size: int) -> ChainRecord:
+    def build_record(self, first: RowsRecord | None, page_size: int) -> ChainRecord:
         """Build the record, without the fields of the network."""
-        starts = [self.numbers.ctypes.data + 4 * at for at in (0, *accumulate(self.counts))]
-        depths, positions, slots, pages, page_offset, end_ids, end_offset, uses_q, tokens, counts, _ = starts
+        base = ctypes.addressof(self.numbers)
+        addresses = [base + 4 * at for at in (0, *accumulate(self.counts))]
+        depths, starts, slots, pages, page_offset, end_ids, end_offset, uses_q, tokens, counts, _ = addresses
         return ChainRecord(
             first=None if first is None else ctypes.pointer(first),
-            settings=self.settings.ctypes.data,
-            keys=self.keys.ctypes.data,
+            settings=ctypes.addressof(self.settings),
+            keys=ctypes.addressof(self.keys),
             depths=depths,
-            starts=positions,
+            starts=starts,
             slots=slots,
             pages=pages,
             page_offset=page_offset,
@@ -197,15 +204,14 @@ class _PackedPlans:
             tokens=tokens,
             counts=counts,
             margin=RACE_MARGIN,
-            num_drafts=len(self.settings),
-            max_depth=depth,
+            num_drafts=self.num_drafts,
+            max_depth=self.depth,
             max_keys=self.max_keys,
             page_size=page_size,
         )
 
     def list_tokens(self) -> list[list[int]]:
         """Return the tokens of every draft."""
-        size = len(self.settings)
-        depth = self.counts[-2] // size
-        tokens, counts = self.numbers[-size * (depth + 1) : -size].tolist(), self.numbers[-size:].tolist()
-        return [tokens[b * depth : b * depth + n] for b, n in enumerate(counts)]
+        size, depth = self.num_drafts, self.depth
+        found = self.numbers[-size * (depth + 1) :]
+        return [found[b * depth : b * depth + n] for b, n in enumerate(found[-size:])]
