@@ -21,12 +21,11 @@ def is_native_chain(builder: TreeBuilder) -> bool:
 
 def plan_chain(draft: GrowingKVDraft) -> ChainPlan:
     """Make the plan of a draft that `is_native_chain`."""
-    builder, depth = draft.builder, draft.builder.tree_spec.max_depth
-    request, keys = builder.request, ()
-    if not builder.is_greedy:
-        keys = tuple(draft_noise_key(request, node, node, builder.draft_stream) for node in range(depth))
-    settings = request.spec.sampling.filter_settings
-    return ChainPlan(request.pages, draft.start, depth, settings, keys, frozenset(request.spec.end_ids), builder.uses_q)
+    builder, request, depth = draft.builder, draft.builder.request, draft.builder.tree_spec.max_depth
+    nodes = () if builder.is_greedy else range(depth)  # node d has depth d
+    keys = [draft_noise_key(request, node, node, builder.draft_stream) for node in nodes]
+    settings, end_ids = request.spec.sampling.filter_settings, request.spec.end_ids
+    return ChainPlan(request.pages, draft.start, depth, settings, keys, end_ids, builder.uses_q)
 
 
 def finish_chains(drafts: Sequence[GrowingKVDraft], plans: Sequence[ChainPlan], found: ChainTokens) -> None:

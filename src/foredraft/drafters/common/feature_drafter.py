@@ -246,7 +246,7 @@ class FeatureDrafter:
             self._grow_trees(drafts, roots, page_size)
 
     def _draft_chains(self, drafts: list[GrowingKVDraft], roots: Sequence[RootOutput], page_size: int) -> bool:
-        """Draft chains in one native call. Returns False if that is not possible."""
+        """Draft chains in one native call. Returns False if it cannot."""
         if self._chains is None or not all(is_native_chain(draft.builder) for draft in drafts):
             return False
         plans = [plan_chain(draft) for draft in drafts]

@@ -139,7 +139,7 @@ class DraftModel:
             self._grow_trees(drafts, logits, page_size)
 
     def _draft_chains(self, drafts: list[GrowingKVDraft], spans: Sequence[Span], page_size: int) -> bool:
-        """Draft chains in one native call, with the pass over the newest tokens. Returns False if that is not possible."""
+        """Draft chains in one native call, with the pass over the newest tokens. Returns False if it cannot."""
         if self._chains is None or not all(is_native_chain(draft.builder) for draft in drafts):
             return False
         plans = [plan_chain(draft) for draft in drafts]

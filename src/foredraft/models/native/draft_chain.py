@@ -153,7 +153,9 @@ class _PackedPlans:
     @classmethod
     def pack(cls, plans: Sequence[ChainPlan], depth: int, page_size: int, max_keys: int) -> "_PackedPlans":
         """Pack plans for drafts of up to `depth` tokens. `max_keys` is that of the first pass."""
-        depths, starts, slots, pages, page_offset, ends, end_offset, uses_q, keys, settings = ([] for _ in range(10))
+        lists: list[list[int]] = [[] for _ in range(9)]
+        depths, starts, slots, pages, page_offset, ends, end_offset, uses_q, keys = lists
+        settings: list[float] = []
         for plan in plans:
             table, start, end = plan.pages, plan.start, plan.start + plan.depth
             depths.append(plan.depth)
@@ -171,9 +173,9 @@ class _PackedPlans:
             max_keys = max(max_keys, end)
         size = len(plans)
         room = [0] * (size * depth), [0] * size
-        lists = depths, starts, slots, pages, page_offset, ends, [*end_offset, len(ends)], uses_q, *room
-        counts = tuple(map(len, lists))
-        numbers = (ctypes.c_int32 * sum(counts))(*(number for numbers in lists for number in numbers))
+        packed = depths, starts, slots, pages, page_offset, ends, [*end_offset, len(ends)], uses_q, *room
+        counts = tuple(map(len, packed))
+        numbers = (ctypes.c_int32 * sum(counts))(*(number for part in packed for number in part))
         return cls(
             numbers,
             counts,
