@@ -18,7 +18,7 @@ from foredraft.models.native.decoder import NativeDecoder
 
 @dataclass(frozen=True)
 class ChainPlan:
-    """What the chain of one request is drafted from."""
+    """Inputs of the chain of one request."""
 
     pages: Sequence[int]  # block table of the request
     start: int  # position of the root's entry; the token at depth d has position start + d
