@@ -19,7 +19,7 @@ MAX_FILE, MAX_FUNCTION = 400, 60
 LAYERS = (
     ("errors",),
     ("kernels",),
-    ("files", "tokenization", "zoo", "chat", "outputs", "sampling", "source", "tree"),
+    ("files", "tokenization", "zoo", "chat", "outputs", "sampling", "source", "path_features", "tree"),
     ("verification",),
     ("draft_length",),
     ("request", "request_options", "request_spec"),

@@ -175,7 +175,9 @@ def test_cutting_a_commit_cuts_path_tokens_and_features_alike():
     assert cut.paths == [[0, 1], [0]]
     assert cut.tokens == [[4, 5], [8]]
     assert cut.counts == [2, 1]
-    assert torch.equal(cut.features, features[:, :2])
+    assert torch.equal(cut.features[0], features[0, :2])
+    assert torch.equal(cut.features[1, :1], features[1, :1])
+    assert cut.features.shape == (2, 2, 4)
     assert commit.counts == [3, 2]
 
 

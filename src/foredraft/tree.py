@@ -13,6 +13,8 @@ from typing import Generic, TypeVar, overload
 import torch
 from torch import Tensor
 
+from foredraft.path_features import PathFeatures
+
 T = TypeVar("T")
 
 # Layout of one request b in a step: a chunk of 3 committed tokens (a b c) and 3 draft nodes (c -> d -> f, c -> e).
@@ -261,22 +263,35 @@ class Commit:
 
     paths: list[list[int]]  # B lists of P accepted nodes, node 0 first
     tokens: list[list[int]]  # B lists of P tokens: tokens[b][i] follows node paths[b][i]
-    features: Tensor | None = None  # [B, P, F] hidden states of the target at the paths, padded to the longest
+    path_features: PathFeatures | None = None  # hidden states of the target at the paths, gathered by `features`
     failed: frozenset[int] = frozenset()  # batch indices with invalid logits: nothing is committed for them
     target_argmax: TargetArgmax | None = None  # for drafters with `needs_target_argmax`
 
     @classmethod
-    def from_lists(cls, paths: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]], **more: object) -> "Commit":
-        """Build a commit from B paths and B rows of tokens of equal lengths; `more` holds the other fields."""
-        return cls(list(map(list, paths)), list(map(list, tokens)), **more)  # type: ignore[arg-type]
+    def from_lists(
+        cls,
+        paths: Sequence[Sequence[int]],
+        tokens: Sequence[Sequence[int]],
+        features: Tensor | None = None,
+        failed: frozenset[int] = frozenset(),
+        target_argmax: TargetArgmax | None = None,
+    ) -> "Commit":
+        """Build a commit from B paths and B rows of tokens of equal lengths, and features [B, P, F]."""
+        found = None if features is None else PathFeatures.from_padded(features, list(map(len, paths)))
+        return cls(list(map(list, paths)), list(map(list, tokens)), found, failed, target_argmax)
+
+    @lazy_property
+    def features(self) -> Tensor | None:
+        """Hidden states of the target at the paths, [B, P, F], padded to the longest; None without any."""
+        return None if self.path_features is None else self.path_features.gather()
 
     def copy(self) -> "Commit":
         """Return the same commit with new lists; tensors are shared."""
         paths, tokens = [list(row) for row in self.paths], [list(row) for row in self.tokens]
         argmax = self.target_argmax and TargetArgmax(self.target_argmax.tree.copy(), list(self.target_argmax.tokens))
-        return Commit(paths, tokens, self.features, self.failed, argmax)
+        return Commit(paths, tokens, self.path_features, self.failed, argmax)
 
-    def with_target_outputs(self, features: Tensor | None, target_argmax: TargetArgmax | None) -> "Commit":
+    def with_target_outputs(self, features: PathFeatures | None, target_argmax: TargetArgmax | None) -> "Commit":
         """Return the same commit with the outputs of the target that drafters read."""
         return Commit(self.paths, self.tokens, features, self.failed, target_argmax)
 
@@ -292,6 +307,5 @@ class Commit:
         """Return the commit with only the first counts[b] entries of request b."""
         paths = [row[:n] for row, n in zip(self.paths, counts, strict=True)]
         tokens = [row[:n] for row, n in zip(self.tokens, counts, strict=True)]
-        width = max(counts, default=0)
-        features = None if self.features is None else self.features[:, :width]
+        features = None if self.path_features is None else self.path_features.truncate(counts)
         return Commit(paths, tokens, features, self.failed, self.target_argmax)

@@ -57,8 +57,8 @@ class Drafter(Protocol):
             commit: path and tokens of every request, in the verified tree. That tree starts with all nodes of the
                 chunk; the tree of `propose` starts at the last of them, which is the root if the chunk ends with the
                 last committed token. `commit.features` [B, P, F] holds the hidden states at the nodes of the path: B
-                requests, P the longest path, F the widths of all `hidden_layers` together. A drafter that keeps a few
-                rows should copy them, because a view keeps the whole tensor in memory.
+                requests, P the longest path, F the widths of all `hidden_layers` together. They are gathered on access:
+                a drafter that reads them later notes them with `commit.path_features.keep(b)`.
         """
 
     def forget(self, slots: Sequence[int]) -> None:

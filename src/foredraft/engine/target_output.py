@@ -12,6 +12,7 @@ from torch import Tensor
 from foredraft.engine.logprobs import compute_token_logprob
 from foredraft.engine.transcript import Transcript
 from foredraft.outputs import TokenLogprob
+from foredraft.path_features import PathFeatures
 from foredraft.request import Batch
 from foredraft.sampling.distribution import TokenHistory, process_logits
 from foredraft.sampling.filters import argmax_tokens
@@ -56,12 +57,13 @@ class TargetOutput:
         """
         if self.features is None and not needs_target_argmax:
             return commit
-        features = None if self.features is None else _gather_path_features(commit.paths, tree, self.features)
+        features = self.features
+        noted = None if features is None else PathFeatures.from_pass(features, tree.sizes, commit.paths)
         argmax = None
         if needs_target_argmax:
             raw_logits = process_logits(self.logits, ())  # [R, V] float32; without parameters only the dtype changes
             argmax = TargetArgmax(tree, argmax_tokens(raw_logits))
-        return commit.with_target_outputs(features, argmax)
+        return commit.with_target_outputs(noted, argmax)
 
 
 def collect_output(
@@ -102,17 +104,3 @@ def _build_target_probs(batch: Batch, tree: TokenTree, logits: Tensor) -> LazyTa
         return batch.requests[b].build_history(tree.get_draft_path(b, node))
 
     return LazyTargetProbs(logits, samplings, build_history)
-
-
-def _gather_path_features(paths: Sequence[Sequence[int]], tree: TokenTree, features: Tensor) -> Tensor:
-    """Return the rows of `features` [T, F] that belong to the committed paths, as [B, P, F]."""
-    if len(paths) == 1:
-        (path,) = paths
-        is_prefix = path == list(range(len(path)))  # always true for a chain; a slice copies nothing
-        return (features[: len(path)] if is_prefix else features[path])[None]
-    path_features = features.new_zeros(len(paths), max(map(len, paths)), features.shape[-1])
-    offset = 0
-    for b, (path, size) in enumerate(zip(paths, tree.sizes, strict=True)):
-        path_features[b, : len(path)] = features[[offset + node for node in path]]
-        offset += size
-    return path_features

@@ -51,7 +51,8 @@ class LM(Protocol):
 
         Returns:
             Logits [R, V] of forward_batch.logit_rows, valid until the next pass of this model, and hidden states [T, F]
-            at the boundaries, concatenated, or None without boundaries.
+            at the boundaries, concatenated, or None without boundaries. Drafters keep references to the states, so a
+            later pass must not overwrite them.
         """
 
 
@@ -145,9 +146,9 @@ class HFModel:
         limit = self.model_context_length
         return limit if self.max_context is None else min(limit, self.max_context)
 
-    @property
+    @cached_property
     def model_context_length(self) -> int:
-        """Context limit of the model in tokens."""
+        """Context limit of the model in tokens. Cached, since transformers reads its configuration slowly."""
         return _find_context_limit(self.model.config.get_text_config())
 
     @property

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from foredraft.drafters.interface import Drafter
 from foredraft.drafters.wrapper import DrafterWrapper
+from foredraft.path_features import PathFeatures
 from foredraft.request import Batch
 from foredraft.tree import Commit
 
@@ -28,7 +29,7 @@ class NarrowFeatures(DrafterWrapper):
     def observe(self, batch: Batch, commit: Commit) -> None:
         if commit.features is not None:
             narrow = select_leading(commit.features, len(self.spec.hidden_layers), self.width)
-            commit = replace(commit, features=narrow)
+            commit = replace(commit, path_features=PathFeatures.from_padded(narrow, commit.counts))
         self.drafter.observe(batch, commit)
 
 

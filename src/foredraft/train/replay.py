@@ -162,7 +162,7 @@ class Replay:
         paths = [self._follow_sequence(batch, tree, b) for b in range(len(batch))]
         commit = Commit.from_lists([path for path, _ in paths], [tokens for _, tokens in paths])
         if self.hidden_states:
-            commit = Commit(commit.paths, commit.tokens, features=self._gather_features(batch, commit))
+            commit = Commit.from_lists(commit.paths, commit.tokens, self._gather_features(batch, commit))
         if self.target is not None:
             self._write_kv(self.target, batch, commit)
         self.drafter.observe(batch, commit)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from foredraft import path_features
 from foredraft.drafters.common import feature_drafter
 from foredraft.drafters.common.feature_drafter import FeatureDrafter
 from foredraft.drafters.common.training_time_test import unroll
@@ -217,7 +218,12 @@ def test_a_stretch_without_drafts_costs_no_pass_and_the_next_draft_is_the_same(m
         played.commit(counts)
         drafted.commit(counts)
         drafted.drafts(4)
+        for pending in made._pending.values():
+            assert len(pending.features) - pending.num_joined < feature_drafter.MAX_REFERENCES
+            copies = pending.features[: pending.num_joined]
+            assert all(part.rows.untyped_storage().nbytes() == part.read().nbytes for part in copies)
     assert not passes
+    assert {pending.num_joined for pending in made._pending.values()} == {1}, "rows were copied once"
     assert played.drafts(4) == drafted.drafts(4)
     assert len(passes) == 4, "one to read in, and one for each level but the first"
     assert not made._pending
@@ -246,12 +252,13 @@ def test_settling_reads_what_completes_a_page_and_no_more() -> None:
     assert made.draft_kv.num_valid == {1: 16}
 
 
-def test_what_is_put_off_keeps_no_tensor_of_others_alive() -> None:
+def test_what_is_put_off_keeps_no_tensor_of_others_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(path_features, "MAX_REFERENCED_ROWS", 8)
     made = drafter("eagle", TreeSpec.from_options(3))
     played = Played(made, [1, 1], 32)
     played.commit([20, 1])
     [small] = made._pending[1].features
-    assert small.untyped_storage().nbytes() == small.nbytes
+    assert small.rows.untyped_storage().nbytes() == small.read().nbytes
 
 
 def test_a_long_chunk_that_is_put_off_keeps_no_padding_of_others_alive() -> None:
@@ -260,5 +267,5 @@ def test_a_long_chunk_that_is_put_off_keeps_no_padding_of_others_alive() -> None
     played = Played(made, [1, 1, 1, 1], 32)
     played.commit([20, 1, 1, 1])
     [long] = made._pending[0].features
-    assert len(long) == 20
-    assert long.untyped_storage().nbytes() == long.nbytes
+    assert len(long.read()) == 20
+    assert long.rows.untyped_storage().nbytes() == long.read().nbytes

@@ -21,7 +21,7 @@ from foredraft.drafters.ensemble.method import Config, configure, create, parse_
 from foredraft.drafters.ensemble.proposal_records import measure_match
 from foredraft.drafters.ensemble.selector import SelectionMode
 from foredraft.drafters.ensemble.shared_kv import combine_draft_kv
-from foredraft.drafters.ensemble.spec_union import merge_layers, select_columns
+from foredraft.drafters.ensemble.spec_union import merge_layers
 from foredraft.drafters.ensemble.tree_merge import MergedTree, map_path_to_member
 from foredraft.drafters.failure_backoff import MAX_FAILURES
 from foredraft.drafters.interface import Drafter
@@ -32,6 +32,7 @@ from foredraft.engine.sandbox import SandboxedDrafter
 from foredraft.engine.tree_validation import find_tree_fault
 from foredraft.kv.draft_kv import DraftKV
 from foredraft.kv.pool import KVPool
+from foredraft.path_features import select_columns
 from foredraft.request import Batch, Request
 from foredraft.tree import Commit, TokenTree
 from foredraft.verification.registry import RULES
@@ -202,7 +203,7 @@ def test_a_part_sees_its_own_nodes_and_boundaries() -> None:
     assert other.paths == [[0, 1, 2]]
     assert one.paths[0][0] == 0
     assert min(one.paths[0][1:]) > 2, "another's nodes were taken for its own"
-    assert one.features is features
+    assert torch.equal(one.features, features)
     assert other.features is not None
     assert torch.equal(other.features, features[..., 2:])
 

@@ -19,6 +19,7 @@ from foredraft.drafters.common.level_loop import LevelStates, grow_levels
 from foredraft.drafters.common.tree_builder import NodeLogits, TreeBuilder, TreeSpec
 from foredraft.drafters.method import DrafterContext
 from foredraft.models.forward_batch import ForwardBatch, Span
+from foredraft.path_features import read_all
 from foredraft.request import Request
 
 
@@ -116,8 +117,8 @@ class Chimera(FeatureDrafter):
         """Project the pending target states of each request to [n, H]."""
         if not late:
             return []
-        rows = [features for pending in late for features in pending.features]
-        states = self.head_runner.project_features(rows[0] if len(rows) == 1 else torch.cat(rows))
+        rows = read_all([features for pending in late for features in pending.features])
+        states = self.head_runner.project_features(rows)
         return list(torch.split(states, [len(pending.tokens) for pending in late]))
 
     def _mark_computed(self, late: Sequence[PendingPairs], states: Sequence[Tensor]) -> None:

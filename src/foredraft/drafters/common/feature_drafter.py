@@ -29,6 +29,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from foredraft.drafters.common.chain_loop import finish_chains, is_native_chain, plan_chain
 from foredraft.drafters.common.device_loop.loop import make_draft_loop
 from foredraft.drafters.common.device_loop.recording import LevelOutput
 from foredraft.drafters.common.growing_kv_draft import GrowingKVDraft
@@ -44,10 +45,17 @@ from foredraft.kv.pool import KVPool
 from foredraft.kv.weak import bind_weakly
 from foredraft.models.feature_lm import FeatureLM, FeatureNetwork, NativeFeatureNetwork
 from foredraft.models.forward_batch import ForwardBatch, Span
+from foredraft.models.native.draft_chain import NativeChains
+from foredraft.models.native.draft_layers import NativeDraftLayers
+from foredraft.path_features import FeatureRows, read_all
 from foredraft.request import Batch, Request
 from foredraft.tree import Commit, TokenTree
 
-MAX_PENDING_PAIRS = 256  # `observe` computes the pending pairs of a request that has this many, to bound their memory
+# Bounds on the memory of pending pairs. `observe` computes those of a request that has MAX_PENDING_PAIRS of them. At
+# most MAX_REFERENCES steps of a request are references to the target's hidden states, which keep the rows of other
+# requests in memory too (`PathFeatures.keep`); older rows are copies.
+MAX_PENDING_PAIRS = 256
+MAX_REFERENCES = 16
 
 
 @dataclass(frozen=True)
@@ -65,12 +73,21 @@ class PendingPairs:
     request: Request
     page_size: int  # tokens per KV page
     tokens: list[int] = field(default_factory=list)  # tokens of all pending pairs
-    features: list[Tensor] = field(default_factory=list)  # features of all pending pairs: one tensor [n, F] per step
+    features: list[FeatureRows] = field(default_factory=list)  # features of all pending pairs, step by step
+    num_joined: int = 0  # leading entries of `features` that are copies
 
-    def add(self, tokens: Sequence[int], features: Tensor) -> None:
-        """Append the pairs of n tokens and features [n, F]."""
+    def add(self, tokens: Sequence[int], features: FeatureRows) -> None:
+        """Append the pairs of n tokens and n rows of features."""
         self.features.append(features)
         self.tokens += tokens
+        if len(self.features) - self.num_joined >= MAX_REFERENCES:
+            self._join()
+
+    def _join(self) -> None:
+        """Copy the rows that are references, so that they keep no other rows in memory."""
+        rows = read_all(self.features[self.num_joined :])
+        self.features[self.num_joined :] = [FeatureRows(rows, range(len(rows)))]
+        self.num_joined += 1
 
 
 class FeatureDrafter:
@@ -106,6 +123,7 @@ class FeatureDrafter:
         self.loop = make_draft_loop(
             FeatureLoopNetwork(lm, context.vocab_size, token_ids), tree_spec, context.device, lm.pool
         )
+        self._chains = _make_chains(lm, context.vocab_size, token_ids)
         self._root_outputs: dict[int, RootOutput] = {}  # by slot; absent until a pass has computed pairs of the request
         self._pending: dict[int, PendingPairs] = {}  # by slot
         self.mismatch_detector = MismatchDetector(context)  # warns if the head was trained for another target
@@ -122,7 +140,7 @@ class FeatureDrafter:
         drafts = {b: draft for b in batch.find_drafting() if (draft := self._start_draft(batch, b)) is not None}
         if drafts:
             self._grow_drafts(list(drafts.values()), batch.page_size)
-        tree = to_token_tree(batch, {b: draft.builder.to_draft() for b, draft in drafts.items()})
+        tree = to_token_tree(batch, {b: draft.to_draft() for b, draft in drafts.items()})
         self.mismatch_detector.record_proposal(batch, tree)
         return tree
 
@@ -132,12 +150,9 @@ class FeatureDrafter:
         A request is left out if pairs before the new ones are missing: neither observed nor hit in the prefix cache.
         """
         self.mismatch_detector.record_commit(batch, commit)
-        if commit.features is None:
+        if commit.path_features is None:
             return
         full_slots: list[int] = []
-        # A pending view keeps the whole tensor in memory. So rows are copied if less than half of the tensor, or of the
-        # request's part of it, is needed.
-        is_mostly_unused = _count_stored_rows(commit.features) > 2 * sum(commit.counts)
         for b, request in enumerate(batch.requests):
             tokens, slot = commit.tokens[b], request.slot
             # Token i of `tokens` and feature i of the step form pair num_computed + i.
@@ -145,10 +160,7 @@ class FeatureDrafter:
                 pending = self._pending.get(slot)
                 if pending is None:
                     pending = self._pending[slot] = PendingPairs(request, batch.page_size)
-                features = commit.features[b]  # [P, F], padded after the row of the last token
-                rows = features[: len(tokens)]
-                copies = is_mostly_unused or len(features) > 2 * len(tokens)
-                pending.add(self._select_pair_tokens(request, tokens), rows.clone() if copies else rows)
+                pending.add(self._select_pair_tokens(request, tokens), commit.path_features.keep(b))
                 if len(pending.tokens) >= MAX_PENDING_PAIRS:
                     full_slots.append(slot)
         self._compute_pending(full_slots)
@@ -226,20 +238,37 @@ class FeatureDrafter:
         page_size = next(iter(pending_by_slot.values())).page_size
         forward_batch = ForwardBatch.build(spans, last_rows, page_size, self.context.device)
         # logits [slots, W] at the last rows, next_features [T, H] at all rows
-        logits, next_features = self.lm.forward(forward_batch, self.lm.project_features(_concat_rows(features)))
+        logits, next_features = self.lm.forward(forward_batch, self.lm.project_features(read_all(features)))
         for i, (span, slot, row) in enumerate(zip(spans, pending_by_slot, last_rows, strict=True)):
             self._root_outputs[slot] = RootOutput(logits[i : i + 1], next_features[row : row + 1])
             self.draft_kv.num_valid[slot] = span.num_keys  # valid entries before this pass, and those of this pass
             del self._pending[slot]
 
     def _build_trees(self, drafts: list[GrowingKVDraft], page_size: int) -> None:
-        """Grow all drafts level by level. Each level after the first takes one forward pass over the level above it."""
+        """Grow all drafts from the outputs at their roots."""
         roots = [self._root_outputs[draft.builder.request.slot] for draft in drafts]
-        root_logits, root_features = (
+        logits, features = (
             _concat_rows(rows) for rows in ([root.logits for root in roots], [root.feature for root in roots])
         )
-        if self.loop is not None and self.loop.grow(drafts, (root_logits, root_features), page_size):
+        if self._draft_chains(drafts, logits, features, page_size):
             return
+        if self.loop is None or not self.loop.grow(drafts, (logits, features), page_size):
+            self._grow_trees(drafts, logits, features, page_size)
+
+    def _draft_chains(self, drafts: list[GrowingKVDraft], logits: Tensor, features: Tensor, page_size: int) -> bool:
+        """Draft chains in one native call. Returns False if it cannot."""
+        if self._chains is None or not all(is_native_chain(draft.builder) for draft in drafts):
+            return False
+        plans = [plan_chain(draft) for draft in drafts]
+        found = self._chains.continue_drafts(plans, self.lm.pool, page_size, logits, features)
+        if found is not None:
+            finish_chains(drafts, plans, found)
+        return found is not None
+
+    def _grow_trees(
+        self, drafts: list[GrowingKVDraft], root_logits: Tensor, root_features: Tensor, page_size: int
+    ) -> None:
+        """Grow all drafts level by level. Each level after the first takes one forward pass over the level above it."""
         # The features of the newest level, one row per node; the next level reads the rows of its parents.
         features = LevelStates(root_features)
         features.start(drafts)
@@ -301,15 +330,19 @@ def make_feature_lm(
     return FeatureLM(network, context.dtype, pool, native, shape.block.sliding_windows)
 
 
+def _make_chains(lm: FeatureLM, vocab_size: int, token_ids: Tensor | None) -> NativeChains | None:
+    """Return the native loop of a network; None if its passes are not native calls."""
+    if not isinstance(lm.fused, NativeDraftLayers):
+        return None
+    ids = None if token_ids is None else token_ids.to(torch.int32).contiguous()
+    chains = NativeChains(lm.fused.decoder, vocab_size, lm.fused.feature_layer, ids)
+    return chains if chains.reads_own_tokens else None
+
+
 def _compute_bytes_per_token(lm: FeatureLM) -> int:
     """Return the bytes of keys and values per token in all layers of the network."""
     shape: Any = lm.network.shape  # type: ignore[attr-defined]
     return int(2 * shape.num_layers * shape.block.kv_heads * shape.block.head_dim * lm.dtype.itemsize)
-
-
-def _count_stored_rows(features: Tensor) -> int:
-    """Return the number of rows [F] that a view of `features` [B, P, F] keeps in memory."""
-    return features.untyped_storage().nbytes() // max(features.element_size() * features.shape[-1], 1)
 
 
 def _concat_rows(rows: Sequence[Tensor]) -> Tensor:

@@ -8,7 +8,10 @@ nodes.
 from dataclasses import dataclass, field
 from itertools import count, islice
 
+from torch import Tensor
+
 from foredraft.drafters.common.level_loop import GrowingDraft
+from foredraft.drafters.draft import Draft
 from foredraft.models.forward_batch import Span
 
 
@@ -18,6 +21,20 @@ class GrowingKVDraft(GrowingDraft):
 
     start: int = field(kw_only=True)  # KV position of the root's entry
     offsets: dict[int, int] = field(default_factory=lambda: {0: 0})  # node -> KV position, relative to `start`
+
+    def finish_chain(self, tokens: list[int], q: Tensor | None, has_last_entry: bool) -> None:
+        """Store a chain that was drafted in one call.
+
+        Args:
+            tokens: n tokens.
+            q: q [1 + n, V], if the tokens were sampled from it.
+            has_last_entry: whether the last token has a KV entry; all others have one.
+        """
+        n, builder = len(tokens), self.builder
+        builder.tokens, builder.parents, builder.depths = tokens, list(range(n)), list(range(n + 1))
+        builder.frontier = []
+        self.offsets = {node: node for node in range(n + has_last_entry or 1)}
+        self.finished = Draft.from_chain(tokens, q)
 
     def build_span(self) -> Span:
         """Build the frontier's span of a forward pass; each node attends to its ancestors."""

@@ -18,10 +18,9 @@ from foredraft.kernels.cpu.library import load_library
 from foredraft.kernels.linear import DTYPE_KINDS, PackedWeight, linear
 from foredraft.kernels.quantize import multiply, select_packers
 from foredraft.models.hf import HFModel
+from foredraft.path_features import FeatureRows
 from foredraft.request import Batch, Request
 from foredraft.tree import Commit
-
-MAX_VIEWED_POSITIONS = 64  # positions P up to which a view of the features [B, P, F] is kept; above it, a copy
 
 LinearFunction = Callable[[Tensor], Tensor]  # [R, k] -> [R, n]
 
@@ -30,25 +29,23 @@ class LastHiddenStates:
     """Target states at the newest computed position of every slot."""
 
     def __init__(self) -> None:
-        self._states: dict[int, tuple[int, Tensor]] = {}  # slot -> (position, state [H])
+        self._states: dict[int, tuple[int, FeatureRows]] = {}  # slot -> (position, one row)
 
     def observe(self, batch: Batch, commit: Commit) -> None:
-        """Store the state at the end of every committed path."""
-        features = commit.features
+        """Note the state at the end of every committed path."""
+        features = commit.path_features
         if features is None:
             return
         for b, (request, path) in enumerate(zip(batch.requests, commit.paths, strict=True)):
             if path:
-                state = features[b, len(path) - 1]
-                state = state if features.shape[1] <= MAX_VIEWED_POSITIONS else state.clone()
-                self._states[request.slot] = (request.num_computed + len(path) - 1, state)
+                self._states[request.slot] = (request.num_computed + len(path) - 1, features.keep(b, 1))
             else:
                 self._states.pop(request.slot, None)
 
     def get(self, request: Request) -> Tensor | None:
         """Return the state [H] before the last committed token; None during the prompt or after a missed step."""
         entry = self._states.get(request.slot)
-        return entry[1] if entry is not None and entry[0] == request.num_tokens - 2 else None
+        return entry[1].read()[0] if entry is not None and entry[0] == request.num_tokens - 2 else None
 
     def forget(self, slots: Sequence[int]) -> None:
         for slot in slots:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from foredraft.drafters.common.tree_builder import NodeLogits, TreeBuilder, TreeSpec
 from foredraft.drafters.common.tree_level import add_level
+from foredraft.drafters.draft import Draft
 from foredraft.request import Batch
 
 
@@ -17,6 +18,11 @@ class GrowingDraft:
 
     builder: TreeBuilder
     rows: dict[int, int] = field(default_factory=lambda: {0: 0})  # node -> row in the output of the last pass
+    finished: Draft | None = None  # of a chain that was drafted in one call
+
+    def to_draft(self) -> Draft:
+        """Return the draft of the nodes to verify."""
+        return self.builder.to_draft() if self.finished is None else self.finished
 
     def find_parent_rows(self) -> list[int]:
         """Return the row of each frontier node's parent in the last pass; that of the root itself for the root."""

@@ -13,6 +13,7 @@ from functools import partial
 
 from torch import Tensor
 
+from foredraft.drafters.common.chain_loop import finish_chains, is_native_chain, plan_chain
 from foredraft.drafters.common.device_loop.loop import make_draft_loop
 from foredraft.drafters.common.device_loop.recording import LevelOutput
 from foredraft.drafters.common.growing_kv_draft import GrowingKVDraft
@@ -25,7 +26,8 @@ from foredraft.drafters.spec import DrafterSpec
 from foredraft.kv.draft_kv import DraftKV
 from foredraft.kv.pool import compact_accepted
 from foredraft.models.forward_batch import ForwardBatch, Span
-from foredraft.models.hf import LM
+from foredraft.models.hf import LM, HFModel
+from foredraft.models.native.draft_chain import NativeChains
 from foredraft.request import Batch, Request
 from foredraft.tree import Commit, TokenTree
 
@@ -73,6 +75,7 @@ class DraftModel:
         self.draft_kv = DraftKV(lm.pool, 0 if measure is None else measure())
         network = DraftModelLoopNetwork(lm, context.vocab_size)
         self.loop = make_draft_loop(network, self.tree_spec, context.device, lm.pool)
+        self._chains = _make_chains(lm, context.vocab_size)
         self._last_drafts: dict[int, GrowingKVDraft] = {}  # slot -> draft of this step
         self.mismatch_detector = MismatchDetector(context)
         self.spec = DrafterSpec(
@@ -93,7 +96,7 @@ class DraftModel:
         drafts = {b: draft for b in batch.find_drafting() if (draft := self._start_draft(batch, b)) is not None}
         if drafts:
             self._build_trees(list(drafts.values()), batch.page_size)
-        tree = to_token_tree(batch, {b: draft.builder.to_draft() for b, draft in drafts.items()})
+        tree = to_token_tree(batch, {b: draft.to_draft() for b, draft in drafts.items()})
         self.mismatch_detector.record_proposal(batch, tree)
         return tree
 
@@ -128,19 +131,38 @@ class DraftModel:
         return None if builder is None else GrowingKVDraft(builder, start=request.num_tokens - 1)
 
     def _build_trees(self, drafts: list[GrowingKVDraft], page_size: int) -> None:
-        logits = self._prefill([draft.builder.request for draft in drafts], page_size)
+        requests = [draft.builder.request for draft in drafts]
+        spans = self._prefill(requests, page_size)
+        is_drafted = self._draft_chains(drafts, spans, page_size)
+        logits = None if is_drafted else self._forward(spans, page_size, last_only=True)
+        for request in requests:  # after the forward pass, which may fail
+            self.num_valid[request.slot] = request.num_tokens
         for draft in drafts:
             self._last_drafts[draft.builder.request.slot] = draft
-        if self.loop is not None and self.loop.grow(drafts, (logits,), page_size):
-            return
+        if logits is not None and (self.loop is None or not self.loop.grow(drafts, (logits,), page_size)):
+            self._grow_trees(drafts, logits, page_size)
+
+    def _draft_chains(self, drafts: list[GrowingKVDraft], spans: Sequence[Span], page_size: int) -> bool:
+        """Draft chains in one native call, with the pass over the newest tokens. Returns False if it cannot."""
+        if self._chains is None or not all(is_native_chain(draft.builder) for draft in drafts):
+            return False
+        plans = [plan_chain(draft) for draft in drafts]
+        first = ForwardBatch.from_spans(spans, page_size, self.context.device, last_only=True)
+        found = self._chains.draft(plans, self.lm.pool, first)
+        if found is not None:
+            finish_chains(drafts, plans, found)
+        return found is not None
+
+    def _grow_trees(self, drafts: list[GrowingKVDraft], logits: Tensor, page_size: int) -> None:
+        """Grow all drafts level by level from the logits after their roots."""
         grow_levels(drafts, NodeLogits(logits, self.context.vocab_size), partial(self._compute_level, page_size))
 
     def _compute_level(self, page_size: int, drafts: list[GrowingKVDraft]) -> NodeLogits:
         logits = self._forward([draft.build_span() for draft in drafts], page_size, last_only=False)
         return NodeLogits(logits, self.context.vocab_size)
 
-    def _prefill(self, requests: Sequence[Request], page_size: int) -> Tensor:
-        """Compute the draft KV of all missing committed tokens. Returns logits [R, W] after the last one."""
+    def _prefill(self, requests: Sequence[Request], page_size: int) -> list[Span]:
+        """Compute the draft KV of missing committed tokens, except for the newest. Returns the spans of those."""
         spans = []
         for request in requests:
             start = self.num_valid.get(request.slot, 0)
@@ -150,10 +172,7 @@ class DraftModel:
                 )
                 start += PREFILL_CHUNK_TOKENS
             spans.append(_build_chain_span(request, start, request.num_tokens))
-        logits = self._forward(spans, page_size, last_only=True)
-        for request in requests:  # after the forward pass, which may fail
-            self.num_valid[request.slot] = request.num_tokens
-        return logits
+        return spans
 
     def _forward(self, spans: Sequence[Span], page_size: int, last_only: bool) -> Tensor:
         logits, _ = self.lm.forward(ForwardBatch.from_spans(spans, page_size, self.context.device, last_only))
@@ -176,6 +195,13 @@ class DraftModelLoopNetwork:
         assert batch is not None
         logits, _ = self.lm.forward(batch)
         return LevelOutput(NodeLogits(logits[:, : self.vocab_size], self.vocab_size))
+
+
+def _make_chains(lm: LM, vocab_size: int) -> NativeChains | None:
+    """Return the native loop of a draft model; None if its passes are not native calls."""
+    decoder = lm.fused if isinstance(lm, HFModel) else None
+    chains = None if decoder is None else NativeChains(decoder, vocab_size)
+    return chains if chains is not None and chains.reads_own_tokens else None
 
 
 def _build_chain_span(request: Request, start: int, stop: int) -> Span:

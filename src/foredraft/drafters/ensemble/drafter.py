@@ -164,9 +164,9 @@ class EnsembleDrafter:
 
     def _make_member_view(self, index: int, batch: Batch, commit: Commit) -> Commit:
         """Return the commit as the member would see it alone: its own node indices, its own layers."""
-        paths, features = self._node_maps.map_paths(index, batch, commit), commit.features
+        paths, features = self._node_maps.map_paths(index, batch, commit), commit.path_features
         if features is not None:
             features = self.specs.select_features(index, features)
-        if paths is commit.paths and features is commit.features:
+        if paths is commit.paths and features is commit.path_features:
             return commit
-        return replace(commit, paths=paths, features=features)
+        return replace(commit, paths=paths, path_features=features)

@@ -2,14 +2,12 @@
 
 from collections.abc import Callable, Sequence
 
-import torch
-from torch import Tensor
-
 from foredraft.drafters.ensemble.members import EnsembleMember
 from foredraft.drafters.ensemble.selector import SelectionMode
 from foredraft.drafters.ensemble.shared_kv import combine_draft_kv
 from foredraft.drafters.spec import SAME_VOCABULARY, DrafterSpec
 from foredraft.models.hf import HFModel
+from foredraft.path_features import PathFeatures
 
 
 class SpecUnion:
@@ -47,12 +45,12 @@ class SpecUnion:
         """Count the nodes again; call it between two steps."""
         self._max_nodes = self._count_nodes()
 
-    def select_features(self, index: int, features: Tensor) -> Tensor:
-        """Return the columns of features [B, P, F] that a member's own `hidden_layers` request."""
+    def select_features(self, index: int, features: PathFeatures) -> PathFeatures:
+        """Return the features that a member's own `hidden_layers` request."""
         columns, num_layers = self._columns[index], len(self._union.hidden_layers)
         if not columns or columns == list(range(num_layers)):
             return features
-        return select_columns(features, columns, num_layers)
+        return features.select_layers(columns, num_layers)
 
     def _count_nodes(self) -> int:
         token_nodes = [member.max_nodes for member in self.members if member.is_token_only]
@@ -106,11 +104,3 @@ def _combine_native(flags: Sequence[bool]) -> bool | None:
 def merge_layers(layer_sets: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     """Return every layer once. The layers of the member with the most layers are adjacent."""
     return tuple(dict.fromkeys(layer for layers in sorted(layer_sets, key=len, reverse=True) for layer in layers))
-
-
-def select_columns(features: Tensor, columns: Sequence[int], num_layers: int) -> Tensor:
-    """Return some columns of features [B, P, num_layers * H]; a view if they are adjacent."""
-    width = features.shape[-1] // num_layers
-    if list(columns) == list(range(columns[0], columns[0] + len(columns))):
-        return features[..., columns[0] * width : (columns[-1] + 1) * width]
-    return torch.cat([features[..., c * width : (c + 1) * width] for c in columns], -1)

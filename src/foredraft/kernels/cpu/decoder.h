@@ -160,6 +160,12 @@ static void mlp_block(decoder *d, fd_team *team, mlp m, fd_norm pre_norm, fd_nor
     add_to_residual(d, team, m.out, d->inner, inner, scale);
 }
 
+static void convert_to_bf16(const float *x, int n, uint16_t *out) {
+    int i = 0;
+    for (; i + LANES <= n; i += LANES) store_bf16(out + i, load(x + i));
+    for (; i < n; i++) out[i] = float_to_bf16(x[i]);
+}
+
 /* Copies the residual stream, normed, to the features if this layer boundary is among the requested hidden layers. */
 static void return_hidden_layer(decoder *d, fd_team *team, int boundary, fd_norm norm) {
     const decoder_shape *s = &d->shape;
@@ -167,8 +173,14 @@ static void return_hidden_layer(decoder *d, fd_team *team, int boundary, fd_norm
     for (int i = 0; i < p->hidden_layer_count; i++) {
         if (p->hidden_layers[i] != boundary) continue;
         FOR_EACH_ITEM(r, d->rows->num_rows) {
-            float *to = p->features + ((long)r * p->hidden_layer_count + i) * s->hidden;
-            apply_norm(norm, hidden_row(d, r), s->eps, s->hidden, to);
+            long at = ((long)r * p->hidden_layer_count + i) * s->hidden;
+            if (!p->has_bf16_features) {
+                apply_norm(norm, hidden_row(d, r), s->eps, s->hidden, (float *)p->features + at);
+                continue;
+            }
+            float normed[s->hidden];
+            apply_norm(norm, hidden_row(d, r), s->eps, s->hidden, normed);
+            convert_to_bf16(normed, s->hidden, (uint16_t *)p->features + at);
         }
         fd_barrier(team);
     }

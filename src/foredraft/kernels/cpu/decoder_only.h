@@ -127,11 +127,10 @@ static void gated_mlp_block(decoder_only *o, fd_team *team, const fd_layer *l, i
     mlp_block(&o->d, team, m, rms_norm_of(l->mlp_norm), NO_NORM, scale);
 }
 
-static void decoder_only_body(void *arg, fd_team *team) {
-    decoder_only *o = arg;
+/* The part of one member in a pass. scores: its own scratch memory. */
+static void run_decoder_only(decoder_only *o, fd_team *team, char *scores) {
     const fd_model *m = o->model;
     decoder *d = &o->d;
-    char *scores = take_scores(d);
     start_residual(o, team);
     return_hidden_layer(d, team, 0, NO_NORM);
     for (int i = 0; i < m->layers; i++) {
@@ -142,6 +141,11 @@ static void decoder_only_body(void *arg, fd_team *team) {
     if (m->adapter) gated_mlp_block(o, team, m->adapter, FD_SILU, 1.0f);
     return_hidden_layer(d, team, FD_AFTER_FINAL_NORM, rms_norm_of(m->norm));
     compute_logits(d, team, &m->head, rms_norm_of(m->norm), m->logit_scale);
+}
+
+static void decoder_only_body(void *arg, fd_team *team) {
+    decoder_only *o = arg;
+    run_decoder_only(o, team, take_scores(&o->d));
 }
 
 static void decoder_only_forward(const fd_model *m, const fd_rows *rows, const fd_pass *pass) {

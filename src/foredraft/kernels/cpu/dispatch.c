@@ -103,6 +103,12 @@ void fd_encdec_forward(const fd_encdec *m, const fd_rows *rows, const fd_rows *s
     selected->encdec_forward(m, rows, sources, p);
 }
 int fd_sample(const fd_sampling *job) { return selected->sample(job); }
+int64_t fd_chain_scratch(const fd_model *m, const fd_chain *c) {
+    return selected->chain_scratch(m, c, fd_num_threads());
+}
+int fd_draft_chains(const fd_model *m, const fd_chain *c, const fd_pass *first) {
+    return selected->draft_chains(m, c, first);
+}
 double fd_sum_masses(const void *x, int is_float, int64_t n) { return selected->sum_masses(x, is_float, n); }
 void fd_divide_masses(const void *x, int is_float, int64_t n, double total, double *out) {
     selected->divide_masses(x, is_float, n, total, out);
@@ -117,6 +123,6 @@ int64_t fd_sizeof(int record) { /* numbered as RECORDS in library.py */
     const int64_t sizes[] = {sizeof(fd_weight),    sizeof(fd_rows),        sizeof(fd_layer),
                              sizeof(fd_model),     sizeof(fd_pass),        sizeof(fd_attention),
                              sizeof(fd_linear_args), sizeof(fd_encdec_layer), sizeof(fd_encdec),
-                             sizeof(fd_settings),  sizeof(fd_sampling)};
+                             sizeof(fd_settings),  sizeof(fd_sampling),    sizeof(fd_chain)};
     return record < (int)(sizeof sizes / sizeof *sizes) ? sizes[record] : 0;
 }

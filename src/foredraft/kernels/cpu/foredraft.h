@@ -61,9 +61,9 @@ typedef struct {
     void *const *keys, *const *values;             /* [layers] of [slots, kv_heads, head_dim] */
     void *const *cross_keys, *const *cross_values; /* the same, of the sources; encoder-decoder models */
     const int32_t *hidden_layers;                  /* [hidden_layer_count] layer boundaries to return */
-    int32_t hidden_layer_count;
+    int32_t hidden_layer_count, has_bf16_features;
     const float *inputs; /* [num_rows, hidden] or, if the model is EMBEDDED, NULL */
-    float *features;     /* [num_rows, hidden_layer_count * hidden] */
+    void *features;      /* [num_rows, hidden_layer_count * hidden] float32 or bf16 */
     float *logits;       /* [num_logits, V] */
     char *scratch;
 } fd_pass;
@@ -122,6 +122,26 @@ typedef struct {
     double margin; /* relative distance of the best score from all others below which the race is uncertain */
     int32_t num_rows, vocab, is_bf16;
 } fd_sampling;
+
+/* Chains of draft tokens, one per request: chain.h. Position `starts[b] + d` of a request has the entry of its draft token
+ * at depth d; depth 0 is the root, whose entry is computed before or by the first pass. */
+typedef struct {
+    const fd_rows *first;        /* first pass, with one row of logits per draft, in order; NULL = its outputs are given */
+    const fd_settings *settings; /* [num_drafts] */
+    const int64_t *keys;         /* [num_drafts, max_depth] noise keys */
+    const int32_t *depths;       /* [num_drafts] most tokens, up to max_depth */
+    const int32_t *starts;       /* [num_drafts] position of the root's entry */
+    const int32_t *slots;        /* [num_drafts, max_depth + 1] slots of these positions; that of the last is not used */
+    const int32_t *pages, *page_offset;  /* page tables, concatenated; [num_drafts] start of a draft's table */
+    const int32_t *end_ids, *end_offset; /* tokens that end a draft, concatenated; [num_drafts + 1] */
+    const int32_t *uses_q;               /* [num_drafts] whether a sampled draft returns q */
+    const int32_t *token_ids;            /* [columns] token of each column of the logits, ascending; NULL = its index */
+    float *q;        /* [num_drafts, max_depth + 1, vocab]: rows of the nodes up to the last token; or NULL */
+    int32_t *tokens; /* [num_drafts, max_depth] */
+    int32_t *counts; /* [num_drafts] number of tokens */
+    double margin;   /* as in fd_sampling */
+    int32_t num_drafts, max_depth, columns, vocab, max_keys, page_size;
+} fd_chain;
 
 /* Arguments of one product y = x W^T. */
 typedef struct {

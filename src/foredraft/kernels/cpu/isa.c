@@ -1,5 +1,6 @@
 /* All code that depends on the instruction set. Compiled once per set, with FD_ISA as its name. */
 #include "attention.h"
+#include "chain.h"
 #include "decoder_only.h"
 #include "encdec.h"
 #include "kernels.h"
@@ -97,6 +98,8 @@ const fd_kernels NAME(FD_ISA) = {
     .attention = attention,
     .read_memory = read_memory,
     .sample = sample,
+    .chain_scratch = chain_scratch,
+    .draft_chains = draft_chains,
     .sum_masses = sum_masses,
     .divide_masses = divide_masses,
     .subtract_masses = subtract_masses,

@@ -16,6 +16,8 @@ typedef struct {
     int64_t (*encdec_scratch)(const fd_encdec *, const fd_rows *, const fd_rows *sources, int threads);
     void (*encdec_forward)(const fd_encdec *, const fd_rows *, const fd_rows *sources, const fd_pass *);
     int (*sample)(const fd_sampling *);
+    int64_t (*chain_scratch)(const fd_model *, const fd_chain *, int threads);
+    int (*draft_chains)(const fd_model *, const fd_chain *, const fd_pass *first);
     double (*sum_masses)(const void *, int is_float, int64_t n);
     void (*divide_masses)(const void *, int is_float, int64_t n, double total, double *out);
     void (*subtract_masses)(const double *p, double weight, const double *q, int64_t n, double *out);

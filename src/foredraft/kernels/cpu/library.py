@@ -103,6 +103,7 @@ class PassRecord(ctypes.Structure):
         ("cross_values", c_void_p),
         ("hidden_layers", c_void_p),
         ("hidden_layer_count", c_int32),
+        ("has_bf16_features", c_int32),
         ("inputs", c_void_p),
         ("features", c_void_p),
         ("logits", c_void_p),
@@ -185,6 +186,18 @@ class SamplingRecord(ctypes.Structure):
     )
 
 
+class ChainRecord(ctypes.Structure):
+    """Chains of draft tokens (fd_chain)."""
+
+    _fields_ = (
+        ("first", POINTER(RowsRecord)),
+        *((name, c_void_p) for name in "settings keys depths starts slots pages page_offset".split()),
+        *((name, c_void_p) for name in "end_ids end_offset uses_q token_ids q tokens counts".split()),
+        ("margin", c_double),
+        *((name, c_int32) for name in "num_drafts max_depth columns vocab max_keys page_size".split()),
+    )
+
+
 RECORDS = (
     WeightRecord,
     RowsRecord,
@@ -197,6 +210,7 @@ RECORDS = (
     Seq2SeqRecord,
     SettingsRecord,
     SamplingRecord,
+    ChainRecord,
 )
 
 
@@ -347,6 +361,10 @@ def _declare_functions(handle: ctypes.CDLL) -> None:
     handle.fd_encdec_forward.restype = None
     handle.fd_sample.argtypes = [POINTER(SamplingRecord)]
     handle.fd_sample.restype = c_int
+    handle.fd_chain_scratch.argtypes = [POINTER(ModelRecord), POINTER(ChainRecord)]
+    handle.fd_chain_scratch.restype = c_int64
+    handle.fd_draft_chains.argtypes = [POINTER(ModelRecord), POINTER(ChainRecord), POINTER(PassRecord)]
+    handle.fd_draft_chains.restype = c_int
     handle.fd_sum_masses.argtypes = [c_void_p, c_int, c_int64]
     handle.fd_sum_masses.restype = c_double
     handle.fd_divide_masses.argtypes = [c_void_p, c_int, c_int64, c_double, c_void_p]

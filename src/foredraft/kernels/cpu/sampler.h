@@ -28,6 +28,7 @@ typedef struct {
     int32_t *id;         /* the same, of the list */
     uint32_t *key;       /* the same, of the list or of the blocks */
     int32_t *member;     /* the same, scratch of find_cut */
+    float *converted;    /* the same, logits of a bf16 row */
     int num_blocks, count; /* count: tokens of the list; -1 = no list, all tokens are kept */
     float max, scale;
     int64_t limit; /* of a nucleus that is not listed but checked after the race; 0 = none */
@@ -75,7 +76,8 @@ INLINE vi find_nan(vf a, vf b) {
 }
 
 /* Reads a row. Returns whether it has a distribution: no NaN, and a largest logit that is finite. */
-static int read_row(sampler *s, int64_t row, float *converted) {
+static int read_row(sampler *s, int64_t row) {
+    float *converted = s->converted;
     const int vocab = s->job->vocab, full = vocab / BLOCK;
     s->num_blocks = (int)(padded_size(vocab) / BLOCK);
     s->count = -1;
@@ -466,26 +468,40 @@ INLINE void *take_scratch(char **scratch, int64_t bytes) {
     return taken;
 }
 
+/* Gives a sampler the scratch memory of the calling thread, for rows of up to `vocab` tokens. Returns 0 without memory. */
+static int set_up_sampler(sampler *s, int vocab) {
+    int64_t bytes = padded_size(vocab) * 4;
+    char *scratch = fd_thread_memory(sampler_scratch(vocab));
+    if (!scratch) return 0;
+    s->block_max = take_scratch(&scratch, bytes / BLOCK + LANES * 4);
+    s->block_weight = take_scratch(&scratch, bytes / BLOCK + LANES * 4);
+    s->all = take_scratch(&scratch, bytes);
+    s->weight = take_scratch(&scratch, bytes);
+    s->id = take_scratch(&scratch, bytes);
+    s->key = take_scratch(&scratch, bytes);
+    s->member = take_scratch(&scratch, bytes);
+    s->converted = take_scratch(&scratch, bytes);
+    return 1;
+}
+
+/* Samples from one row of the job's logits, and writes its probabilities [V] to `probs` if that is not NULL. */
+static int32_t sample_row(sampler *s, int64_t row, const fd_settings *settings, uint64_t key, float *probs) {
+    int is_valid = read_row(s, row);
+    if (is_valid) filter(s, settings);
+    if (probs) write_probs(s, probs, is_valid);
+    return is_valid ? run_race(s, key) : INVALID_TOKEN;
+}
+
 static void sampling_body(void *arg, fd_team *team) {
     sampling_team *t = arg;
     const fd_sampling *job = t->job;
-    int64_t bytes = padded_size(job->vocab) * 4;
-    char *scratch = fd_thread_memory(sampler_scratch(job->vocab));
-    if (!scratch) {
+    sampler s = {.job = job};
+    if (!set_up_sampler(&s, job->vocab)) {
         t->is_out_of_memory = 1;
         return;
     }
-    sampler s = {.job = job};
-    s.block_max = take_scratch(&scratch, bytes / BLOCK + LANES * 4);
-    s.block_weight = take_scratch(&scratch, bytes / BLOCK + LANES * 4);
-    s.all = take_scratch(&scratch, bytes);
-    s.weight = take_scratch(&scratch, bytes);
-    s.id = take_scratch(&scratch, bytes);
-    s.key = take_scratch(&scratch, bytes);
-    s.member = take_scratch(&scratch, bytes);
-    float *converted = take_scratch(&scratch, bytes);
     FOR_EACH_ITEM(r, job->num_rows) {
-        int is_valid = read_row(&s, job->rows[r], converted);
+        int is_valid = read_row(&s, job->rows[r]);
         if (is_valid) filter(&s, &job->settings[r]);
         if (job->probs) write_probs(&s, job->probs + (int64_t)r * job->vocab, is_valid);
         if (job->masses) {

@@ -7,7 +7,7 @@ transformers' forward does not accept the positions of a token tree.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -103,7 +103,7 @@ class EncoderDecoder(HFModel):
     def vocab_size(self) -> int:
         return len(self.decoder.head.linear.dense_weight)
 
-    @property
+    @cached_property
     def model_context_length(self) -> int:
         """Limit of the decoder's sequence in tokens."""
         return bart.num_positions(self.model) if self.decoder.position_biases is None else UNLIMITED_LENGTH

@@ -137,11 +137,11 @@ class NativeSeq2SeqDecoder:
         boundaries = (ctypes.c_int32 * len(hidden_layers))(*hidden_layers)
         job = PassRecord(
             *(ctypes.addressof(each) for each in (keys, values, cross_keys, cross_values, boundaries)),
-            len(hidden_layers),
-            inputs.data_ptr(),
-            None if features is None else features.data_ptr(),
-            logits.data_ptr(),
-            scratch.data_ptr(),
+            hidden_layer_count=len(hidden_layers),
+            inputs=inputs.data_ptr(),
+            features=None if features is None else features.data_ptr(),
+            logits=logits.data_ptr(),
+            scratch=scratch.data_ptr(),
         )
         handle.fd_encdec_forward(record, rows.record, sources.record, job)
         self._free_scratch.append(scratch)

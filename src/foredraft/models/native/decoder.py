@@ -159,8 +159,7 @@ class NativeDecoder:
         self, forward_batch: ForwardBatch, pool: KVPool, hidden_layers: tuple[int, ...]
     ) -> tuple[Tensor, Tensor | None]:
         """Run one forward pass; see LM.forward. Logits are float32, hidden states have the model's dtype."""
-        logits, features = self.run(forward_batch, pool, hidden_layers)
-        return logits, None if features is None else features.to(self.dtype)
+        return self.run(forward_batch, pool, hidden_layers, feature_dtype=self.dtype)
 
     def run(
         self,
@@ -169,6 +168,7 @@ class NativeDecoder:
         hidden_layers: tuple[int, ...],
         inputs: Tensor | None = None,
         layer_slice: LayerSlice | None = None,
+        feature_dtype: torch.dtype = torch.float32,
     ) -> tuple[Tensor, Tensor | None]:
         """Run one forward pass.
 
@@ -178,20 +178,21 @@ class NativeDecoder:
             hidden_layers: layer boundaries to return, within the slice.
             inputs: features [T, H], float32, for a model that reads them beside the tokens. Default None.
             layer_slice: layers to run. Default None = all.
+            feature_dtype: dtype of the hidden states, float32 (default) or bfloat16.
 
         Returns:
-            Logits [R, V] and hidden states [T, F] at the boundaries, concatenated, or None; both float32.
+            Logits [R, V], float32, and hidden states [T, F] at the boundaries, concatenated, or None.
         """
         rows = forward_batch.packed_rows
-        self._check_tokens(forward_batch)
-        self._extend_rotary(rows.record.max_keys)
+        self.check_tokens(forward_batch)
+        self.extend_rotary(rows.record.max_keys)
         pool.reserve(self.kv_samples, forward_batch.num_slots)
         logits = torch.empty(rows.num_logits, self.record.head.n, dtype=torch.float32)
         width = len(hidden_layers) * self.record.hidden
-        features = torch.empty(rows.num_rows, width, dtype=torch.float32) if hidden_layers else None
+        features = torch.empty(rows.num_rows, width, dtype=feature_dtype) if hidden_layers else None
         self.native.sync_threads()
         record = self.record if layer_slice is None else layer_slice.apply_to(self.record)
-        scratch = self._take_scratch(self.native.handle.fd_decoder_scratch(record, rows.record))
+        scratch = self.take_scratch(self.native.handle.fd_decoder_scratch(record, rows.record))
         keys, values = pool.addresses
         boundaries = (ctypes.c_int32 * len(hidden_layers))(*hidden_layers)
         job = PassRecord(
@@ -199,16 +200,17 @@ class NativeDecoder:
             values=ctypes.addressof(values),
             hidden_layers=ctypes.addressof(boundaries),
             hidden_layer_count=len(hidden_layers),
+            has_bf16_features=feature_dtype == torch.bfloat16,
             inputs=None if inputs is None else inputs.data_ptr(),
             features=None if features is None else features.data_ptr(),
             logits=logits.data_ptr(),
             scratch=scratch.data_ptr(),
         )
         self.native.handle.fd_decoder_forward(record, rows.record, job)
-        self._free_scratch.append(scratch)
+        self.return_scratch(scratch)
         return logits, features
 
-    def _check_tokens(self, forward_batch: ForwardBatch) -> None:
+    def check_tokens(self, forward_batch: ForwardBatch) -> None:
         """Raise IndexError, as torch does, for token ids that the model does not have.
 
         The vocabulary of a draft model may be smaller than the target's.
@@ -216,7 +218,7 @@ class NativeDecoder:
         if not all(min(span.tokens) >= 0 and max(span.tokens) < self.vocab_size for span in forward_batch.spans):
             raise IndexError(f"a token id is outside the vocabulary of {self.vocab_size} tokens")
 
-    def _take_scratch(self, size: int) -> Tensor:
+    def take_scratch(self, size: int) -> Tensor:
         """Take scratch memory of at least `size` bytes. Passes in other threads have their own."""
         try:
             scratch = self._free_scratch.pop()
@@ -225,7 +227,11 @@ class NativeDecoder:
         # A larger allocation than needed, so that growing sequences rarely reallocate.
         return scratch if len(scratch) >= size else torch.empty(2 * size, dtype=torch.uint8)
 
-    def _extend_rotary(self, num_positions: int) -> None:
+    def return_scratch(self, scratch: Tensor) -> None:
+        """Return scratch memory for the next pass."""
+        self._free_scratch.append(scratch)
+
+    def extend_rotary(self, num_positions: int) -> None:
         """Make the rotary table at least `num_positions` long. Sizes are powers of two."""
         if num_positions <= self.num_positions:
             return

@@ -1,0 +1,37 @@
+"""Chains that a native loop drafts, in place of `level_loop` and with the same tokens and q."""
+
+from collections.abc import Sequence
+
+from foredraft.drafters.common.growing_kv_draft import GrowingKVDraft
+from foredraft.drafters.common.tree_builder import TreeBuilder
+from foredraft.drafters.draft import draft_noise_key
+from foredraft.models.native.draft_chain import ChainPlan, ChainTokens
+
+
+def is_native_chain(builder: TreeBuilder) -> bool:
+    """Return whether the native loop drafts this request.
+
+    It has no trees, no shaped logits and no confidence threshold. A sampled draft uses q or shares the target's noise.
+    """
+    spec, request = builder.tree_spec, builder.request.spec
+    if not spec.is_chain or spec.min_confidence or request.sampling.shapes_logits:
+        return False
+    return builder.is_greedy or builder.uses_q or builder.shares_noise
+
+
+def plan_chain(draft: GrowingKVDraft) -> ChainPlan:
+    """Make the plan of a draft that `is_native_chain`."""
+    builder, request, depth = draft.builder, draft.builder.request, draft.builder.tree_spec.max_depth
+    nodes = () if builder.is_greedy else range(depth)  # node d has depth d
+    keys = [draft_noise_key(request, node, node, builder.draft_stream) for node in nodes]
+    settings, end_ids = request.spec.sampling.filter_settings, request.spec.end_ids
+    return ChainPlan(request.pages, draft.start, depth, settings, keys, end_ids, builder.uses_q)
+
+
+def finish_chains(drafts: Sequence[GrowingKVDraft], plans: Sequence[ChainPlan], found: ChainTokens) -> None:
+    """Store the tokens in the drafts."""
+    for b, (draft, plan) in enumerate(zip(drafts, plans, strict=True)):
+        tokens = found.tokens[b]
+        # A draft that ends before its depth, without an end token, has failed to sample after its last token.
+        has_last_entry = len(tokens) < plan.depth and not (tokens and tokens[-1] in plan.end_ids)
+        draft.finish_chain(tokens, found.get_q(b, plan), has_last_entry)
