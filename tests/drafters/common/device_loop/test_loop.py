@@ -11,6 +11,7 @@ import torch
 from foredraft.drafters.common.device_loop.plan import LoopPlan, plan_loop
 from foredraft.drafters.common.step_drafter import GrowingStepDraft
 from foredraft.drafters.common.tree_builder import TreeBuilder, TreeSpec
+from foredraft.drafters.eagle.network import EagleNetwork
 from foredraft.kernels.gpu.graphs import CallingRecorder
 from foredraft.models.hf import HFModel
 from foredraft.verification.registry import RULES
@@ -206,6 +207,12 @@ def test_a_recording_has_64_drafts_at_most() -> None:
     assert isinstance(plan, LoopPlan)
     assert plan.num_requests == 64
     assert plan_loop([builder] * 65, spec, None, 100) == "more than 64 drafts at once"
+
+
+def test_equally_likely_nodes_rank_in_the_order_of_their_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    compute = EagleNetwork.compute_logits
+    monkeypatch.setattr(EagleNetwork, "compute_logits", lambda self, states: compute(self, states) * 0)
+    run_steps(make_twins("eagle", 4, DYNAMIC), [(GREEDY, "match"), (SAMPLED, "reject")], [[9, 9]])
 
 
 def test_q_of_a_recording_is_limited() -> None:
