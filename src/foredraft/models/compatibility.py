@@ -1,8 +1,8 @@
-"""Checks that paged attention can serve a model: its configuration, and a probe pass of two tokens.
+"""Checks that the engine can serve a model, and how: its configuration, a probe pass, and a comparison of logits.
 
 transformers' hook ensures that attention calls our function, but not that tokens interact in no other way. The probe
-pass uses an attention that computes nothing and records its arguments. Each refusal below is for a real model that
-produced wrong text without an error.
+pass uses an attention that computes nothing and records its arguments. A model that fails it may still run on its own
+attention, if its logits over paged KV equal those of its own pass.
 """
 
 import traceback
@@ -18,6 +18,8 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from foredraft.errors import ForedraftError
 from foredraft.models.attention import read_implementations
+from foredraft.models.cache_examination import examine_cache_pass, run_own_pass
+from foredraft.models.packed_pass import ModulePass, PackedPass
 
 PROBE_ATTENTION = "foredraft_probe"
 # Parts of the layer_types of recurrent layers.
@@ -44,26 +46,41 @@ class AttentionCall:
     kv_elements: int  # numbers in the key and the value of one token
 
 
-def examine_causal_lm(model: Any, name: str) -> list[AttentionCall]:
-    """Check a causal LM and record the arguments of every layer's attention.
+@dataclass(frozen=True)
+class CausalExamination:
+    """How a causal LM runs."""
+
+    module_pass: ModulePass
+    kv_elements: int  # numbers in the keys and values of one token, over all layers
+    probe: Callable[[Any], object]  # short pass of the model's own modules
+    calls: tuple[AttentionCall, ...] = ()  # one per layer of a model on paged attention, in the order of the pass
+
+
+def examine_causal_lm(model: Any, name: str) -> CausalExamination:
+    """Check a causal LM and find how it runs: on paged attention, or on its own attention with a paged cache.
 
     Args:
         model: transformers model.
         name: name of the model in errors.
 
-    Returns:
-        One call per layer, in the order of the forward pass.
-
     Raises:
-        ForedraftError: paged attention cannot serve the model; the message has the reason and what to do.
+        ForedraftError: the engine cannot serve the model; the message has the reason and what to do.
     """
-    calls: list[AttentionCall] = []
     reason = _find_config_obstacle(model)
     if reason is None:
-        reason, calls = _find_probe_obstacle(model)
-    if reason is not None:
-        raise ForedraftError(f"{name} ({type(model).__name__}) {reason}{REMEDY}")
-    return calls
+        obstacle, calls = _find_probe_obstacle(model)
+        if obstacle is None:
+            kv_elements = sum(call.kv_elements for call in calls)
+            return CausalExamination(PackedPass(), kv_elements, probe_attention, tuple(calls))
+        try:
+            examination = examine_cache_pass(model)
+        except Exception as error:  # the model's own code may raise any exception in a pass of this kind
+            reason = f"cannot run on a paged KV cache ({_summarise_error(error)})"
+        else:
+            if examination.cache_pass is not None:
+                return CausalExamination(examination.cache_pass, examination.kv_elements, run_own_pass)
+            reason = examination.reason
+    raise ForedraftError(f"{name} ({type(model).__name__}) {reason}{REMEDY}")
 
 
 def _find_config_obstacle(model: Any) -> str | None:
@@ -78,18 +95,15 @@ def _find_config_obstacle(model: Any) -> str | None:
             f"has {state}, which cannot be rolled back when a draft is rejected; the engine does not support it in "
             "plain decoding either"
         )
-    if not getattr(model, "_supports_attention_backend", False):
-        return "does not route its attention through transformers' attention interface"
-    if "chunked_attention" in kinds:
-        return "uses chunked attention, which is not supported"
-    if any(
-        isinstance(m, nn.Embedding) and m.padding_idx is not None and "position" in n for n, m in model.named_modules()
-    ):
-        return "counts positions from its padding token, as encoders do; only causal LMs are supported"
     return None
 
 
 def _find_probe_obstacle(model: Any) -> tuple[str | None, list[AttentionCall]]:
+    """Return the reason why a model cannot run on paged attention or None, and its attention calls."""
+    if not getattr(model, "_supports_attention_backend", False):
+        return "does not route its attention through transformers' attention interface", []
+    if "chunked_attention" in (getattr(model.config.get_text_config(), "layer_types", None) or ()):
+        return "uses chunked attention", []
     try:
         calls, num_rows = probe_attention(model)
     except Exception as error:  # the model's own code may raise any exception in a pass of this kind

@@ -16,11 +16,10 @@ from foredraft.kernels.linear import DTYPE_KINDS, PackedWeight
 from foredraft.kernels.quantize import PackWeight, select_packers
 from foredraft.kernels.weight_sharing import WeightIndex
 from foredraft.kv.pool import KVPool
-from foredraft.models import attention
-from foredraft.models.compatibility import examine_causal_lm, probe_attention
+from foredraft.models.compatibility import examine_causal_lm
 from foredraft.models.forward_batch import AFTER_FINAL_NORM, ForwardBatch
-from foredraft.models.hidden_states import capture_hidden_states
 from foredraft.models.native.decoder import NativeDecoder, explain_unsupported
+from foredraft.models.packed_pass import ModulePass, PackedPass
 from foredraft.models.packed_linear import check_quantizable, list_packed_weights, pack_linears
 from foredraft.models.truncated_modules import Adapter, truncate_model
 from foredraft.source import EncoderSource
@@ -54,7 +53,7 @@ class LM(Protocol):
 
 @dataclass
 class HFModel:
-    """A transformers causal LM whose class supports the attention interface."""
+    """A transformers causal LM."""
 
     model: Any  # a PreTrainedModel, whose own type annotations are too loose for mypy
     name: str
@@ -64,6 +63,7 @@ class HFModel:
     fused: NativeDecoder | None = None  # native version of the whole model; None = transformers' modules run
     # Held during a pass through transformers' modules. Copies with new KV share the modules and their hooks.
     modules_lock: Lock = field(default_factory=Lock)
+    module_pass: ModulePass = field(kw_only=True, default_factory=PackedPass)  # for transformers' modules
     max_context: int | None = field(kw_only=True, default=None)  # tokens; None = the model's own limit
 
     @classmethod
@@ -86,20 +86,20 @@ class HFModel:
         """
         model.eval()
         check_quantizable(model, quantization)
-        calls = examine_causal_lm(model, name)
+        examination = examine_causal_lm(model, name)
         count = sum(p.numel() for p in model.parameters())
-        model.set_attn_implementation(attention.ATTENTION_NAME)
+        examination.module_pass.prepare(model)
         is_native = is_fused and model.device.type == "cpu" and load_library() is not None
         packers, fused = select_packers(quantization), None
         if sharer is not None:
             packers = _share_weights(model, sharer, packers)
-        if is_native and explain_unsupported(model) is None:
-            windows = [call.sliding_window for call in sorted(calls, key=lambda call: call.layer)]
+        if is_native and examination.calls and explain_unsupported(model) is None:
+            windows = [call.sliding_window for call in sorted(examination.calls, key=lambda call: call.layer)]
             fused = NativeDecoder.from_model(model, windows, *packers, is_owned)
         elif quantization is not None or (is_native and is_owned and model.dtype in DTYPE_KINDS):
-            model = pack_linears(model, quantization, is_owned, probe_attention, packers)
+            model = pack_linears(model, quantization, is_owned, examination.probe, packers)
         pool = KVPool.for_device(model.device, is_native)
-        return cls(model, name, pool, sum(call.kv_elements for call in calls), count, fused)
+        return cls(model, name, pool, examination.kv_elements, count, fused, module_pass=examination.module_pass)
 
     def with_context(self, max_tokens: int | None) -> "HFModel":
         """Return a copy with a shorter context.
@@ -222,10 +222,8 @@ class HFModel:
         self.check_boundaries(hidden_layers)
         if self.fused is not None:
             return self.fused.forward(forward_batch, self.pool, hidden_layers)
-        with self.modules_lock, capture_hidden_states(self.model, hidden_layers) as captured:
-            logits = _run_modules(self.model, forward_batch, self.pool)
-        features = torch.cat([captured[layer][0] for layer in hidden_layers], -1) if hidden_layers else None
-        return logits, features
+        with self.modules_lock:
+            return self.module_pass.run(self.model, forward_batch, self.pool, hidden_layers)
 
     def check_boundaries(self, hidden_layers: tuple[int, ...]) -> None:
         """Raise ForedraftError if the model has no such layer boundary."""
@@ -249,7 +247,7 @@ class HFModel:
 
         def run(forward_batch: ForwardBatch) -> Tensor:
             with self.modules_lock:
-                return _run_modules(model, forward_batch, self.pool)
+                return self.module_pass.run(model, forward_batch, self.pool)[0]
 
         return run
 
@@ -275,19 +273,6 @@ def _share_weights(
             parameter.data = other.data
     index = WeightIndex.from_weights(get_packed_weights(sharer))
     return index.share(packers[0]), index.share(packers[1])
-
-
-def _run_modules(model: Any, forward_batch: ForwardBatch, pool: KVPool) -> Tensor:
-    """Run the modules of a model and return the logits [R, V]."""
-    logits: Tensor = model(
-        input_ids=forward_batch.tokens,
-        position_ids=forward_batch.positions,
-        use_cache=False,
-        logits_to_keep=forward_batch.logit_rows,
-        forward_batch=forward_batch,
-        pool=pool,
-    ).logits[0]
-    return logits
 
 
 def _find_context_limit(config: Any) -> int:
