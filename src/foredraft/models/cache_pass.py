@@ -21,6 +21,10 @@ CACHE_ARGUMENTS = ("cache", "past_key_values")  # names of the cache in releases
 INDEXER_LAYERS = 1 << 16  # layer of the pool with the indexer keys of layer 0
 
 
+class RecurrentStateError(Exception):
+    """A model asked its cache for a recurrent state."""
+
+
 class PagedLayer(CacheLayerMixin):
     """One layer of a `PagedCache`.
 
@@ -89,6 +93,12 @@ class PagedCache(Cache):
         """Return the keys before the rows of the pass."""
         return self.num_past
 
+    def get_conv_state(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Raise RecurrentStateError."""
+        raise RecurrentStateError
+
+    get_recurrent_state = update_conv_state = update_recurrent_state = has_previous_state = get_conv_state
+
     def exchange(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Write keys [b, H, n, D] and values [b, H, n, Dv] of a layer to the pool; return those of all L ranks."""
         group = self.group
@@ -113,7 +123,8 @@ class CachePass:
         """Make the pass of a model; None if the model takes no cache."""
         arguments = frozenset(inspect.signature(model.forward).parameters)
         name = next((name for name in CACHE_ARGUMENTS if name in arguments), None)
-        return None if name is None else cls(int(model.config.get_text_config().num_hidden_layers), name, arguments)
+        depth = int(getattr(model.config.get_text_config(), "num_hidden_layers", 1))
+        return None if name is None else cls(depth, name, arguments)
 
     def prepare(self, model: Any) -> None:
         """Do nothing: the model keeps its own attention."""

@@ -19,6 +19,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from foredraft.errors import ForedraftError
 from foredraft.models.attention import read_implementations
 from foredraft.models.cache_examination import examine_cache_pass, run_own_pass
+from foredraft.models.cache_pass import RecurrentStateError
 from foredraft.models.packed_pass import ModulePass, PackedPass
 
 PROBE_ATTENTION = "foredraft_probe"
@@ -74,6 +75,8 @@ def examine_causal_lm(model: Any, name: str) -> CausalExamination:
             return CausalExamination(PackedPass(), kv_elements, probe_attention, tuple(calls))
         try:
             examination = examine_cache_pass(model)
+        except RecurrentStateError:
+            reason = _describe_recurrence("recurrent state")
         except Exception as error:  # the model's own code may raise any exception in a pass of this kind
             reason = f"cannot run on a paged KV cache ({_summarise_error(error)})"
         else:
@@ -90,12 +93,15 @@ def _find_config_obstacle(model: Any) -> str | None:
     kinds = [str(k) for k in getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()]
     recurrent = [k for k in kinds if any(word in k for word in _RECURRENT_LAYER_WORDS)]
     if recurrent or getattr(model, "_is_stateful", False):
-        state = f"layers of type {recurrent[0]!r}" if recurrent else "recurrent state"
-        return (
-            f"has {state}, which cannot be rolled back when a draft is rejected; the engine does not support it in "
-            "plain decoding either"
-        )
+        return _describe_recurrence(f"layers of type {recurrent[0]!r}" if recurrent else "recurrent state")
     return None
+
+
+def _describe_recurrence(state: str) -> str:
+    return (
+        f"has {state}, which cannot be rolled back when a draft is rejected; the engine does not support it in plain "
+        "decoding either"
+    )
 
 
 def _find_probe_obstacle(model: Any) -> tuple[str | None, list[AttentionCall]]:

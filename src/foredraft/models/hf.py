@@ -279,10 +279,13 @@ def _find_context_limit(config: Any) -> int:
     """Find the context limit of a configuration in tokens.
 
     LongRoPE switches its factors at the original context length, by the longest sequence of a batch. Requests of
-    one batch would then influence each other, so the context ends at the switch.
+    one batch would then influence each other, so the context ends at the switch. A mask that keeps the highest of more
+    scores than `keep_window_size` breaks ties by the length of the pass: equal tokens have equal scores.
     """
-    limit = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or MAX_CONTEXT
+    limit = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+    limit = limit or getattr(config, "max_seq_len", None) or MAX_CONTEXT
     rope = getattr(config, "rope_parameters", None) or {}
     by_kind = [rope] if "rope_type" in rope else [kind for kind in rope.values() if isinstance(kind, dict)]
     switches = [kind["original_max_position_embeddings"] for kind in by_kind if kind.get("rope_type") == "longrope"]
-    return int(min([limit, *switches]))
+    kept = getattr(config, "keep_window_size", None)
+    return int(min([limit, *switches, *([kept] if kept else [])]))
