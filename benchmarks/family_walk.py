@@ -60,7 +60,7 @@ def walk_family(family: str, folder: Path | None = None) -> FamilyOutcome:
 
     Args:
         family: model type in transformers.
-        folder: empty folder, in which the model is saved and from which it is loaded. Default None = it stays in memory.
+        folder: empty folder, in which the model is saved and from which it is loaded. Default None = none.
     """
     try:
         model = make_model(family)
@@ -74,7 +74,10 @@ def walk_family(family: str, folder: Path | None = None) -> FamilyOutcome:
     try:
         return _decode_with_drafts(family, model if folder is None else folder, expected)
     except ForedraftError as error:
-        return FamilyOutcome(family, "refused", _shorten_refusal(str(error)))
+        reason = _shorten_refusal(str(error))
+        if isinstance(expected, str) and reason.startswith("cannot run"):
+            return FamilyOutcome(family, "unmade", f"transformers' generate() fails ({expected})")
+        return FamilyOutcome(family, "refused", reason)
     except Exception as error:  # any other error is a fault, not a refusal
         return FamilyOutcome(family, "fails", _summarise(error))
 

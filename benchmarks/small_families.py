@@ -5,14 +5,15 @@ from typing import Any
 import torch
 import transformers
 
-VOCAB, HIDDEN, INNER, HEADS, HEAD_DIM, CONTEXT, WINDOW = 64, 32, 48, 4, 8, 128, 6
+VOCAB, HIDDEN, INNER, HEADS, HEAD_DIM, CONTEXT, WINDOW = 64, 64, 96, 4, 16, 128, 6
 SPREAD = 0.2  # standard deviation of what is added to constant parameters
 MAX_PARAMETERS = 8_000_000  # of one model; a larger one has parts whose sizes are not listed here
 # Sizes by their names in configurations; a configuration gets the names that it has and that are not None.
 SIZES: dict[str, Any] = {
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "unpadded_vocab_size"), VOCAB),
     **dict.fromkeys(
-        ("hidden_size", "n_embd", "d_model", "dim", "emb_dim", "embed_dim", "embedding_dim", "word_embed_proj_dim"), HIDDEN
+        ("hidden_size", "n_embd", "d_model", "dim", "emb_dim", "embed_dim", "embedding_dim", "word_embed_proj_dim"),
+        HIDDEN,
     ),
     **dict.fromkeys(
         ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "d_ff", "d_inner", "dim_ff", "decoder_ffn_dim",
@@ -51,21 +52,25 @@ VARIANTS: tuple[dict[str, Any], ...] = (
     {"num_key_value_heads": HEADS, "head_dim": None},
     {"head_dim": None},
 )
-MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 8}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_chunk_size": 8}
 # Two layers of which the last ones read the keys of earlier ones.
 SHARED = {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2}
 # What a family needs beside SIZES, whether or not it has a default. A dict by the name of a part is for that part.
 SPECIAL: dict[str, dict[str, Any]] = {
     "bamba": MAMBA,
-    "blt": {"encoder_hash_byte_group_vocab": 50},
+    "blt": {
+        "encoder_hash_byte_group_vocab": 50,
+        "encoder_config": {"hidden_size_global": HIDDEN},
+        "decoder_config": {"hidden_size_global": HIDDEN},
+    },
     "dbrx": {"attn_config": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8.0}},
     "gemma3n_text": SHARED,
     "gemma4_text": SHARED,
     "granitemoehybrid": MAMBA,
-    "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1, "state_size": 8},
+    "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 1, "state_size": 8},
     "cohere_compass_text": {
         "layer_types": ["sliding_attention", "full_attention"],
-        "rope_parameters": {kind: {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+        "rope_parameters": {kind: {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
                             for kind in ("sliding_attention", "full_attention")},
     },
     "deepseek_v2": {"num_experts_per_tok": 2},
@@ -77,7 +82,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "ministral": {"head_dim": HEAD_DIM},
     "moshi": {"sliding_window": CONTEXT},  # generate() drops keys outside it that the model's own pass sees
     "nemotron": {"num_key_value_heads": 2},
-    "reformer": {"axial_pos_shape": [8, 16], "axial_pos_embds_dim": [8, 24], "attn_layers": ["local", "lsh"],
+    "reformer": {"axial_pos_shape": [8, 16], "axial_pos_embds_dim": [16, 48], "attn_layers": ["local", "lsh"],
                  "local_attn_chunk_length": 4, "lsh_attn_chunk_length": 4, "num_buckets": 2},
     "roc_bert": {"pronunciation_vocab_size": 16, "shape_vocab_size": 16, "pronunciation_embed_dim": 8,
                  "shape_embed_dim": 8},

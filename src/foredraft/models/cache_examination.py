@@ -71,9 +71,7 @@ def _compute_paged_logits(model: Any, cache_pass: CachePass) -> tuple[Tensor, in
     tree = Span(pages, NUM_COMMITTED, nodes, [0, 1, 1, 2, 2], [-1, 0, 0, 1, 2])
     rest = TOKENS[NUM_SHORT:NUM_COMMITTED]
     chain = Span(short_pages, NUM_SHORT, rest, range(len(rest)))
-    passes = (
-        ForwardBatch.from_spans(spans, PAGE_SIZE, model.device) for spans in ([committed, short], [tree, chain])
-    )
+    passes = (ForwardBatch.from_spans(spans, PAGE_SIZE, model.device) for spans in ([committed, short], [tree, chain]))
     logits = torch.cat([cache_pass.run(model, batch, pool)[0] for batch in passes])
     return logits, sum(x[0].numel() for pair in pool.layers.values() for x in pair)
 
@@ -87,7 +85,10 @@ def run_own_pass(model: Any) -> None:
 def _compute_own_logits(model: Any, cache_pass: CachePass, tokens: tuple[int, ...]) -> Tensor:
     """Compute the logits [T, V] of the model's own pass over one sequence, with the inputs of `generate`."""
     ids = torch.tensor([tokens], device=model.device)
-    inputs = {"attention_mask": torch.ones_like(ids), "position_ids": torch.arange(len(tokens), device=model.device)[None]}
+    inputs = {
+        "attention_mask": torch.ones_like(ids),
+        "position_ids": torch.arange(len(tokens), device=model.device)[None],
+    }
     inputs = {name: value for name, value in inputs.items() if name in cache_pass.arguments}
     logits: Tensor = model(input_ids=ids, use_cache=False, **inputs).logits[0]
     return logits

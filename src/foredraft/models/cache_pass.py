@@ -25,7 +25,7 @@ class RecurrentStateError(Exception):
     """A model asked its cache for a recurrent state."""
 
 
-class PagedLayer(CacheLayerMixin):
+class PagedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers' types are not followed
     """One layer of a `PagedCache`.
 
     Args:
@@ -68,7 +68,7 @@ class PagedLayer(CacheLayerMixin):
         return -1
 
 
-class PagedCache(Cache):
+class PagedCache(Cache):  # type: ignore[misc]
     """Cache of one group of sequences, on the pages of their requests.
 
     Args:
@@ -86,7 +86,7 @@ class PagedCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write keys and values of a layer, and return those of all ranks. A layer may lie beyond the model's number."""
+        """Write keys and values of a layer, and return those of all ranks. There may be more layers than modules."""
         return self.exchange(layer_idx, key_states, value_states)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

@@ -5,6 +5,7 @@ pass uses an attention that computes nothing and records its arguments. A model 
 attention, if its logits over paged KV equal those of its own pass.
 """
 
+import logging
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from foredraft.models.attention import read_implementations
 from foredraft.models.cache_examination import examine_cache_pass, run_own_pass
 from foredraft.models.cache_pass import RecurrentStateError
 from foredraft.models.packed_pass import ModulePass, PackedPass
+
+log = logging.getLogger(__name__)
 
 PROBE_ATTENTION = "foredraft_probe"
 # Parts of the layer_types of recurrent layers.
@@ -69,21 +72,39 @@ def examine_causal_lm(model: Any, name: str) -> CausalExamination:
     """
     reason = _find_config_obstacle(model)
     if reason is None:
-        obstacle, calls = _find_probe_obstacle(model)
-        if obstacle is None:
-            kv_elements = sum(call.kv_elements for call in calls)
-            return CausalExamination(PackedPass(), kv_elements, probe_attention, tuple(calls))
-        try:
-            examination = examine_cache_pass(model)
-        except RecurrentStateError:
-            reason = _describe_recurrence("recurrent state")
-        except Exception as error:  # the model's own code may raise any exception in a pass of this kind
-            reason = f"cannot run on a paged KV cache ({_summarise_error(error)})"
-        else:
-            if examination.cache_pass is not None:
-                return CausalExamination(examination.cache_pass, examination.kv_elements, run_own_pass)
-            reason = examination.reason
+        found = _examine_passes(model)
+        if isinstance(found, CausalExamination):
+            _warn_about_positions(model, name)
+            return found
+        reason = found
     raise ForedraftError(f"{name} ({type(model).__name__}) {reason}{REMEDY}")
+
+
+def _examine_passes(model: Any) -> CausalExamination | str:
+    """Find the pass of a model, paged attention first; otherwise return the reason why there is none."""
+    obstacle, calls = _find_probe_obstacle(model)
+    if obstacle is None:
+        kv_elements = sum(call.kv_elements for call in calls)
+        return CausalExamination(PackedPass(), kv_elements, probe_attention, tuple(calls))
+    try:
+        examination = examine_cache_pass(model)
+    except RecurrentStateError:
+        return _describe_recurrence("recurrent state")
+    except Exception as error:  # the model's own code may raise any exception in a pass of this kind
+        return f"cannot run on a paged KV cache ({_summarise_error(error)})"
+    if examination.cache_pass is None:
+        return examination.reason
+    return CausalExamination(examination.cache_pass, examination.kv_elements, run_own_pass)
+
+
+def _warn_about_positions(model: Any, name: str) -> None:
+    """Warn about a model whose own pass and transformers' `generate` give a token different positions."""
+    tables = (m for n, m in model.named_modules() if isinstance(m, nn.Embedding) and "position" in n)
+    if any(table.padding_idx is not None for table in tables):
+        log.warning(
+            "%s: its own pass counts positions from its padding token, transformers' generate() from 0; Foredraft does "
+            "as generate()", name,
+        )  # fmt: skip
 
 
 def _find_config_obstacle(model: Any) -> str | None:

@@ -19,8 +19,8 @@ from foredraft.kv.pool import KVPool
 from foredraft.models.compatibility import examine_causal_lm
 from foredraft.models.forward_batch import AFTER_FINAL_NORM, ForwardBatch
 from foredraft.models.native.decoder import NativeDecoder, explain_unsupported
-from foredraft.models.packed_pass import ModulePass, PackedPass
 from foredraft.models.packed_linear import check_quantizable, list_packed_weights, pack_linears
+from foredraft.models.packed_pass import ModulePass, PackedPass
 from foredraft.models.truncated_modules import Adapter, truncate_model
 from foredraft.source import EncoderSource
 

@@ -8,6 +8,7 @@ nodes of a tree below a branching are sequences of their own.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -123,7 +124,7 @@ def _divide_span(span: Span, offset: int, page_size: int) -> Iterator[RowRun]:
     """Divide the rows of a request where a row does not follow the one before it."""
     nodes = list(span.node_indices)
     cuts = [0, *(i for i in range(1, len(nodes)) if _find_parent(span, nodes[i]) != nodes[i - 1]), len(nodes)]
-    for begin, end in zip(cuts, cuts[1:], strict=False):
+    for begin, end in pairwise(cuts):
         path = span.find_path(nodes[end - 1])
         offsets = [*range(span.start), *(span.start + node for node in path)]
         slots = [span.pages[i // page_size] * page_size + i % page_size for i in offsets]

@@ -8,7 +8,12 @@ import torch
 from torch import Tensor
 
 from foredraft.kernels.gpu.graphs import (
-    CallingRecorder, CallingReplay, GraphMemory, Outputs, ReplayCache, make_recorder,
+    CallingRecorder,
+    CallingReplay,
+    GraphMemory,
+    Outputs,
+    ReplayCache,
+    make_recorder,
 )  # fmt: skip
 
 HAS_GPU = torch.cuda.is_available()
