@@ -55,12 +55,12 @@ def list_causal_families() -> list[str]:
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-def walk_family(family: str, folder: Path | None = None) -> FamilyOutcome:
+def walk_family(family: str, folder: Path) -> FamilyOutcome:
     """Decode with a small random model of a family, alone and in a batch with drafts.
 
     Args:
         family: model type in transformers.
-        folder: empty folder, in which the model is saved and from which it is loaded. Default None = none.
+        folder: empty folder, in which the model is saved and from which it is loaded.
     """
     try:
         model = make_model(family)
@@ -69,12 +69,11 @@ def walk_family(family: str, folder: Path | None = None) -> FamilyOutcome:
     except Exception as error:  # a family may object to small sizes in any way
         return FamilyOutcome(family, "unmade", _summarise(error))
     expected = _decode_reference(model)
-    if folder is not None:
-        model.save_pretrained(folder)
+    model.save_pretrained(folder)
     try:
-        return _decode_with_drafts(family, model if folder is None else folder, expected)
+        return _decode_with_drafts(family, folder, expected)
     except ForedraftError as error:
-        reason = _shorten_refusal(str(error))
+        reason = _shorten_refusal(str(error).replace(str(folder), "it"))
         if isinstance(expected, str) and reason.startswith("cannot run"):
             return FamilyOutcome(family, "unmade", f"transformers' generate() fails ({expected})")
         return FamilyOutcome(family, "refused", reason)
@@ -82,9 +81,9 @@ def walk_family(family: str, folder: Path | None = None) -> FamilyOutcome:
         return FamilyOutcome(family, "fails", _summarise(error))
 
 
-def _decode_with_drafts(family: str, source: Any, expected: list[list[int]] | str) -> FamilyOutcome:
+def _decode_with_drafts(family: str, folder: Path, expected: list[list[int]] | str) -> FamilyOutcome:
     for options in DRAFTS:
-        llm = LLM(source, tokenizer=None, **options)
+        llm = LLM(folder, tokenizer=None, **options)
         if isinstance(expected, str):
             return FamilyOutcome(family, "unmade", f"transformers' generate() fails ({expected})")
         completions = llm.generate(PROMPTS, Sampling(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True))

@@ -7,7 +7,7 @@ import transformers
 
 VOCAB, HIDDEN, INNER, HEADS, HEAD_DIM, CONTEXT, WINDOW = 64, 64, 96, 4, 16, 128, 6
 SPREAD = 0.2  # standard deviation of what is added to constant parameters
-MAX_PARAMETERS = 8_000_000  # of one model; a larger one has parts whose sizes are not listed here
+MAX_PARAMETERS = 16_000_000  # of one model; a larger one has parts whose sizes are not listed here
 # Sizes by their names in configurations; a configuration gets the names that it has and that are not None.
 SIZES: dict[str, Any] = {
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "unpadded_vocab_size"), VOCAB),
@@ -154,4 +154,4 @@ def _has_number(config: Any, name: str) -> bool:
         value = getattr(config, name, None)
     except Exception:  # a value for each layer, of which the class makes one if it gets one
         return True
-    return value is not None and not isinstance(value, list | tuple | dict)
+    return value is not None and (name.endswith("_token_id") or not isinstance(value, list | tuple | dict))

@@ -97,6 +97,14 @@ def test_hidden_states_of_all_rows_in_their_order(family: str) -> None:
     check_close(features, torch.cat(expected))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("family", "is_padded"), [("roformer", False), ("bart", False), ("bloom", True)])
+def test_rounding_does_not_hide_what_padding_changes(family: str, is_padded: bool, dtype: torch.dtype) -> None:
+    module_pass = HFModel.wrap_model(make_model(family).to(dtype), family).module_pass
+    assert isinstance(module_pass, CachePass)
+    assert module_pass.is_padded == is_padded
+
+
 def test_quantized_weights_are_those_of_its_own_pass() -> None:
     lm = HFModel.wrap_model(make_model("bloom"), "bloom", True, True, "int8")
     assert get_packed_weights(lm)

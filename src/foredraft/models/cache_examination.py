@@ -19,6 +19,7 @@ LAST_TOKEN = 6  # another last token: no earlier row may depend on it
 PAGE_SIZE = 4
 # Allowed root mean square error of a row's logits, in units of their standard deviation times the root of epsilon.
 MAX_ROW_ERROR = 2.0
+MAX_PADDING_ERROR = 2.0  # median error of the rows with padding, in units of that without padding
 # Share of rows that may differ by more in dtypes with fewer bits than float32: a router may break a near tie otherwise.
 MAX_DIFFERENT_SHARE = 1 / 3
 
@@ -49,15 +50,17 @@ def examine_cache_pass(model: Any) -> CacheExamination:
     n = NUM_COMMITTED
     nodes = [whole[n], branch[n + 1], whole[n + 1], branch[n + 2], whole[n + 2]]
     expected = torch.cat([whole[:n], whole[:NUM_SHORT], torch.stack(nodes), whole[NUM_SHORT:n]])
-    for candidate in (cache_pass, replace(cache_pass, is_padded=False)):
-        logits, kv_elements = _compute_paged_logits(model, candidate)
-        different = _find_different_rows(logits, expected)
-        is_exact = torch.finfo(model.dtype).eps <= torch.finfo(torch.float32).eps
-        if len(different) <= (0 if is_exact else MAX_DIFFERENT_SHARE * len(logits)):
-            return CacheExamination(candidate, kv_elements)
-    return CacheExamination(
-        None, reason="gives other logits if a text is divided into passes, so drafts would change its output"
-    )
+    equal_lengths = replace(cache_pass, is_padded=False)
+    logits, kv_elements = _compute_paged_logits(model, equal_lengths)
+    different = _find_different_rows(logits, expected)
+    is_exact = torch.finfo(model.dtype).eps <= torch.finfo(torch.float32).eps
+    if len(different) > (0 if is_exact else MAX_DIFFERENT_SHARE * len(logits)):
+        reason = "gives other logits if a text is divided into passes, so drafts would change its output"
+        return CacheExamination(None, reason=reason)
+    padded = _compute_paged_logits(model, cache_pass)[0][n:]  # the rows that padding may change
+    error, rounding = (_measure_errors(x, expected[n:]).median() for x in (padded, logits[n:]))
+    is_padded = bool(error <= MAX_PADDING_ERROR * (rounding + torch.finfo(model.dtype).eps))
+    return CacheExamination(cache_pass if is_padded else equal_lengths, kv_elements)
 
 
 def _compute_paged_logits(model: Any, cache_pass: CachePass) -> tuple[Tensor, int]:
@@ -96,7 +99,12 @@ def _compute_own_logits(model: Any, cache_pass: CachePass, tokens: tuple[int, ..
 
 def _find_different_rows(ours: Tensor, expected: Tensor) -> list[int]:
     """Return the rows whose logits differ by more than rounding."""
-    errors = (ours.double() - expected.double()).square().mean(-1).sqrt()
     precision = max(torch.finfo(expected.dtype).eps, torch.finfo(torch.float32).eps)
-    bounds = MAX_ROW_ERROR * precision**0.5 * expected.double().std(-1)
-    return [i for i, is_close in enumerate((errors <= bounds).tolist()) if not is_close]
+    is_close = _measure_errors(ours, expected) <= MAX_ROW_ERROR * precision**0.5
+    return [i for i, close in enumerate(is_close.tolist()) if not close]
+
+
+def _measure_errors(ours: Tensor, expected: Tensor) -> Tensor:
+    """Return the root mean square error of every row, in units of the standard deviation of its logits."""
+    spread = expected.double().std(-1).clamp_min(torch.finfo(torch.float32).tiny)  # equal logits have none
+    return (ours.double() - expected.double()).square().mean(-1).sqrt() / spread

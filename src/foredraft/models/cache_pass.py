@@ -121,7 +121,9 @@ class CachePass:
     @classmethod
     def from_model(cls, model: Any) -> "CachePass | None":
         """Make the pass of a model; None if the model takes no cache."""
-        arguments = frozenset(inspect.signature(model.forward).parameters)
+        # A subclass may pass on its arguments without naming them.
+        functions = [vars(kind)["forward"] for kind in type(model).__mro__ if "forward" in vars(kind)]
+        arguments = frozenset(name for function in functions for name in inspect.signature(function).parameters)
         name = next((name for name in CACHE_ARGUMENTS if name in arguments), None)
         depth = int(getattr(model.config.get_text_config(), "num_hidden_layers", 1))
         return None if name is None else cls(depth, name, arguments)
