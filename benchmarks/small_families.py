@@ -55,9 +55,11 @@ VARIANTS: tuple[dict[str, Any], ...] = (
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_chunk_size": 8}
 # Two layers of which the last ones read the keys of earlier ones.
 SHARED = {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2}
+HYBRID = {"layer_types": ["linear_attention", "full_attention"]}  # a cache without attention has no length
 # What a family needs beside SIZES, whether or not it has a default. A dict by the name of a part is for that part.
 SPECIAL: dict[str, dict[str, Any]] = {
-    "bamba": MAMBA,
+    "bailing_hybrid": {"layer_group_size": 2},
+    "bamba": MAMBA | {"attn_layer_indices": [1]},
     "blt": {
         "encoder_hash_byte_group_vocab": 50,
         "encoder_config": {"hidden_size_global": HIDDEN},
@@ -66,7 +68,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "dbrx": {"attn_config": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8.0}},
     "gemma3n_text": SHARED,
     "gemma4_text": SHARED,
-    "granitemoehybrid": MAMBA,
+    "granitemoehybrid": MAMBA | HYBRID,
     "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 1, "state_size": 8},
     "cohere_compass_text": {
         "layer_types": ["sliding_attention", "full_attention"],
@@ -82,6 +84,14 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "ministral": {"head_dim": HEAD_DIM},
     "moshi": {"sliding_window": CONTEXT},  # generate() drops keys outside it that the model's own pass sees
     "nemotron": {"num_key_value_heads": 2},
+    "kimi_linear": HYBRID,
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "qwen3_5": {"text_config": HYBRID},
+    "qwen3_5_moe": {"text_config": HYBRID},
+    "qwen3_5_moe_text": HYBRID,
+    "qwen3_5_text": HYBRID,
+    "qwen3_next": HYBRID,
     "reformer": {"axial_pos_shape": [8, 16], "axial_pos_embds_dim": [16, 48], "attn_layers": ["local", "lsh"],
                  "local_attn_chunk_length": 4, "lsh_attn_chunk_length": 4, "num_buckets": 2},
     "roc_bert": {"pronunciation_vocab_size": 16, "shape_vocab_size": 16, "pronunciation_embed_dim": 8,

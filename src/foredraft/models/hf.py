@@ -74,7 +74,7 @@ class HFModel:
         """Wrap a loaded model.
 
         Args:
-            model: transformers model; its attention implementation is replaced.
+            model: transformers model; its attention implementation is replaced if it runs on paged attention.
             name: name of the model in errors.
             is_fused: whether to use native code, for the whole model if its architecture is supported. Default False.
             is_owned: whether no other code uses the model, so its weights may be freed. Default False.
