@@ -55,6 +55,22 @@ def list_causal_families() -> list[str]:
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
+def read_outcomes(page: str, section: str) -> dict[str, FamilyOutcome]:
+    """Read outcomes from a page with tables of `benchmarks.models`.
+
+    Args:
+        page: text of the page.
+        section: "Decoder-only" or "Encoder-decoder".
+    """
+    table = page.split(f"### {section} models")[1].split("###")[0]
+    outcomes = {}
+    for title, names in re.findall(r"^\| (\S.*?) \| (`.*`) \|$", table, re.MULTILINE):
+        kind = next(kind for kind, words in KINDS.items() if title == words or title.startswith(words + ": "))
+        for family in re.findall(r"`([^`]+)`", names):
+            outcomes[family] = FamilyOutcome(family, kind, title.removeprefix(KINDS[kind]).removeprefix(": "))
+    return outcomes
+
+
 def walk_family(family: str, folder: Path) -> FamilyOutcome:
     """Decode with a small random model of a family, alone and in a batch with drafts.
 

@@ -20,7 +20,7 @@ import torch
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
 
-from benchmarks.family_walk import KINDS, FamilyOutcome, list_causal_families, walk_family
+from benchmarks.family_walk import KINDS, FamilyOutcome, list_causal_families, read_outcomes, walk_family
 from benchmarks.small_families import make_model
 from foredraft import LLM, ForedraftError, Sampling, Seq2Seq
 from foredraft.models.encdec import bart, t5
@@ -107,7 +107,7 @@ def format_table(outcomes: list[FamilyOutcome]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="*", help="families to try")
-    parser.add_argument("--write", type=Path, help="page that gets the tables")
+    parser.add_argument("--write", type=Path, help="page that gets the tables; others than --only stay")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
@@ -117,7 +117,11 @@ def main() -> None:
     sections = []
     for title, is_seq2seq in (("Decoder-only", False), ("Encoder-decoder", True)):
         families = [name for name in list_families(is_seq2seq) if not options.only or name in options.only]
-        sections.append(f"### {title} models\n\n{format_table(try_families(families, is_seq2seq))}")
+        outcomes = {outcome.family: outcome for outcome in try_families(families, is_seq2seq)}
+        if options.only and options.write is not None:
+            outcomes = read_outcomes(options.write.read_text(encoding="utf-8"), title) | outcomes
+        table = format_table([outcomes[family] for family in sorted(outcomes)])
+        sections.append(f"### {title} models\n\n{table}")
     text = f"transformers {transformers.__version__}, torch {torch.__version__.split('+')[0]}.\n\n" + "\n".join(
         sections
     )

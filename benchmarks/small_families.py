@@ -45,12 +45,17 @@ SIZES: dict[str, Any] = {
     "decoder_start_token_id": 1, "initializer_range": 0.2, "init_std": 0.2, "is_decoder": True,
     "use_sliding_window": True, "max_window_layers": 1,
 }  # fmt: skip
+LAYER_KINDS = ("layer_types", "mlp_layer_types")  # kinds by layer; a small model has one layer of each kind
 # Changes of SIZES, tried in turn. None leaves the default of the family.
-VARIANTS: tuple[dict[str, Any], ...] = (
-    {},
-    {"num_key_value_heads": HEADS},
-    {"num_key_value_heads": HEADS, "head_dim": None},
-    {"head_dim": None},
+VARIANTS: tuple[dict[str, Any], ...] = tuple(
+    change | kinds
+    for kinds in ({}, dict.fromkeys(LAYER_KINDS))
+    for change in (
+        {},
+        {"num_key_value_heads": HEADS},
+        {"num_key_value_heads": HEADS, "head_dim": None},
+        {"head_dim": None},
+    )
 )
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_chunk_size": 8}
 # Two layers of which the last ones read the keys of earlier ones.
@@ -78,6 +83,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
     "hunyuan_v1_dense": {"head_dim": HEAD_DIM},
     "hunyuan_v1_moe": {"head_dim": HEAD_DIM, "moe_topk": 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
@@ -127,7 +133,8 @@ def make_model(family: str, is_seq2seq: bool = False) -> Any:
 def _make_variant(family: str, is_seq2seq: bool, variant: dict[str, Any]) -> Any:
     kind = transformers.AutoModelForSeq2SeqLM if is_seq2seq else transformers.AutoModelForCausalLM
     default = transformers.CONFIG_MAPPING[family]()
-    sizes = {name: value for name, value in (SIZES | variant).items() if value is not None}
+    changed = SIZES | dict.fromkeys(LAYER_KINDS, ()) | variant
+    sizes = {name: value for name, value in changed.items() if value is not None}
     if is_seq2seq:
         del sizes["is_decoder"]
     with torch.device("meta"):
@@ -155,7 +162,18 @@ def _shrink(config: Any, sizes: dict[str, Any], special: dict[str, Any]) -> Any:
         sizes = sizes | {"num_key_value_heads": HEADS}
     names = set(stored) | set(config.attribute_map)
     own = {name: value for name, value in sizes.items() if name in names and _has_number(config, name)}
+    own |= _choose_layer_kinds({name: stored[name] for name in LAYER_KINDS if name in sizes and stored.get(name)})
     return type(config)(**own | {name: value for name, value in special.items() if name not in parts} | shrunk)
+
+
+def _choose_layer_kinds(kinds: dict[str, list[str]]) -> dict[str, Any]:
+    """Choose few layers in which every kind of the full model occurs; nothing for a model with one kind."""
+    distinct = {name: list(dict.fromkeys(values)) for name, values in kinds.items()}
+    count = max([2, *map(len, distinct.values())])
+    if all(len(values) == 1 for values in distinct.values()):
+        return {}
+    layers = {name: [values[i % len(values)] for i in range(count)] for name, values in distinct.items()}
+    return layers | {"num_hidden_layers": count}
 
 
 def _has_number(config: Any, name: str) -> bool:

@@ -3,30 +3,18 @@
 The table in docs/models.md is what is expected. `python -m benchmarks.models --write docs/models.md` makes it again.
 """
 
-import re
 from pathlib import Path
 
 import pytest
 
-from benchmarks.family_walk import KINDS, FamilyOutcome, list_causal_families, walk_family
+from benchmarks.family_walk import KINDS, list_causal_families, read_outcomes, walk_family
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 MAX_REFUSED = 12  # families refused for another reason than a recurrent state
 RECURRENT = "cannot be rolled back"
 
 
-def read_outcomes() -> dict[str, FamilyOutcome]:
-    """Read the outcomes of decoder-only families from the page."""
-    section = PAGE.read_text(encoding="utf-8").split("### Decoder-only models")[1].split("###")[0]
-    outcomes = {}
-    for title, names in re.findall(r"^\| (\S.*?) \| (`.*) \|$", section, re.MULTILINE):
-        kind = next(kind for kind, words in KINDS.items() if title == words or title.startswith(words + ": "))
-        for family in re.findall(r"`([^`]+)`", names):
-            outcomes[family] = FamilyOutcome(family, kind, title.removeprefix(KINDS[kind]).removeprefix(": "))
-    return outcomes
-
-
-OUTCOMES = read_outcomes()
+OUTCOMES = read_outcomes(PAGE.read_text(encoding="utf-8"), "Decoder-only")
 
 
 def test_the_page_has_every_family_that_transformers_has() -> None:
