@@ -57,10 +57,18 @@ def examine_cache_pass(model: Any) -> CacheExamination:
     if len(different) > (0 if is_exact else MAX_DIFFERENT_SHARE * len(logits)):
         reason = "gives other logits if a text is divided into passes, so drafts would change its output"
         return CacheExamination(None, reason=reason)
-    padded = _compute_paged_logits(model, cache_pass)[0][n:]  # the rows that padding may change
-    error, rounding = (_measure_errors(x, expected[n:]).median() for x in (padded, logits[n:]))
-    is_padded = bool(error <= MAX_PADDING_ERROR * (rounding + torch.finfo(model.dtype).eps))
+    rounding = _measure_errors(logits, expected)[n:].median() + torch.finfo(model.dtype).eps
+    is_padded = _measure_padding(model, cache_pass, expected) <= MAX_PADDING_ERROR * float(rounding)
     return CacheExamination(cache_pass if is_padded else equal_lengths, kv_elements)
+
+
+def _measure_padding(model: Any, cache_pass: CachePass, expected: Tensor) -> float:
+    """Return the median error of the rows that padding may change; infinity if the model fails with padding."""
+    try:
+        logits, _ = _compute_paged_logits(model, cache_pass)
+    except Exception:  # the model's own code may raise any exception; it has run without padding
+        return float("inf")
+    return float(_measure_errors(logits, expected)[NUM_COMMITTED:].median())
 
 
 def _compute_paged_logits(model: Any, cache_pass: CachePass) -> tuple[Tensor, int]:
