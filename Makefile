@@ -15,8 +15,11 @@ format:
 	$(PYTHON) -m ruff format .
 	$(PYTHON) -m ruff check --fix .
 
+# With a GPU the invariants run on it too.
 test:
 	$(PYTHON) -m pytest -n 2 -m "not soak and not rest and not wide"
+	@if $(PYTHON) -c 'import torch; raise SystemExit(not torch.cuda.is_available())'; then \
+	  FOREDRAFT_TEST_DEVICE=cuda $(PYTHON) -m pytest tests/invariants -m "not soak and not rest and not wide"; fi
 
 # More cases of the functions in tests/support/sample_table.py, of which `make test` runs a sample.
 test-rest:

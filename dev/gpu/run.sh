@@ -25,13 +25,19 @@ fi
 mkdir -p "$out"
 export PYTHONPATH="$PWD/src:$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 failed=0
-for part in check_kernels tests measure_attention measure_model; do
+for part in check_kernels check_graphs tests measure_attention measure_model measure_steps; do
   echo "== $part"
   if [ $part != tests ]; then
     "$python" "dev/gpu/$part.py" $dry --out "$out/$part.json" || failed=1
+    if [ $part = measure_steps ]; then
+      echo "== $part, without graphs"
+      FOREDRAFT_GRAPHS=0 "$python" "dev/gpu/$part.py" $dry --out "$out/$part-without-graphs.json" || failed=1
+    fi
   elif [ -z "$dry" ]; then # without a GPU `make test` runs them
     "$python" -m pytest -q -p no:xdist tests/kernels/gpu tests/models/test_gpu_attention.py \
-      tests/invariants/test_devices.py | tee "$out/tests.txt" || failed=1
+      tests/models/test_recorded_pass.py tests/invariants/test_devices.py | tee "$out/tests.txt" || failed=1
+    FOREDRAFT_TEST_DEVICE=cuda "$python" -m pytest -q -p no:xdist tests/invariants \
+      -m "not soak and not rest and not wide" | tee "$out/invariants.txt" || failed=1
   fi
 done
 if [ -n "$zoo" ] && [ -z "$dry" ]; then

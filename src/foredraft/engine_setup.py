@@ -19,8 +19,11 @@ from foredraft.drafters.user_spec import (
 )
 from foredraft.engine.engine import Engine
 from foredraft.engine.scheduler import SchedulerLimits
+from foredraft.kernels.gpu.graphs import GraphMemory
 from foredraft.kv.allocator import PageAllocator
 from foredraft.kv.sizing import MemoryLimits
+
+MAX_GRAPH_BYTES = 2 << 30  # memory of the CUDA graphs of an engine
 
 
 @dataclass(frozen=True)
@@ -64,8 +67,10 @@ class EngineSetup:
         memory = spec.draft_kv
         per_token = target.bytes_per_token() + (0 if memory is None else memory.bytes_per_token)
         num_pages = limits.num_pages(target.context_length, per_token, target.device)
+        graph_memory = GraphMemory(MAX_GRAPH_BYTES)
         for pool in (target.pool, *([] if memory is None else [memory.pool])):
             pool.capacity = num_pages * limits.page_size
+            pool.graph_memory = graph_memory
         engine = Engine(
             target,
             drafters.with_predictions(drafter, name),

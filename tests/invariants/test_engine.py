@@ -35,6 +35,7 @@ from foredraft.engine.sandbox import SandboxedDrafter
 from foredraft.models.hf import HFModel
 from foredraft.sampling.distribution import TokenHistory, distribution
 from tests.support import tiny_models
+from tests.support.devices import TEST_DEVICE, TEST_DTYPE
 
 V = 6
 LENGTH = 3  # tokens counted jointly; one more is sampled, so that a draft can reach beyond them
@@ -57,7 +58,9 @@ def plain() -> LLM:
 
 
 def _context() -> DrafterContext:
-    return DrafterContext(vocab_size=V, target=plain().target, num_speculative_tokens=3, dtype=torch.float64)
+    return DrafterContext(
+        vocab_size=V, target=plain().target, num_speculative_tokens=3, dtype=TEST_DTYPE, device=TEST_DEVICE
+    )
 
 
 def _draft_model(seed: int = 1, **options: Any) -> Drafter:
@@ -79,7 +82,7 @@ def _head(module: ModuleType, training: dict[str, Any], **options: Any) -> Draft
     network = module.create_trainee(module.TrainConfig(**training), plain().target).network.double()
     generator = torch.Generator().manual_seed(4)
     tensors = {
-        name: weight.detach() + 0.5 * torch.randn(weight.shape, generator=generator, dtype=torch.float64)
+        name: weight.detach() + 0.5 * torch.randn(weight.shape, generator=generator, dtype=torch.float64).to(weight)
         for name, weight in network.state_dict().items()
     }
     checkpoint = Checkpoint(module.METHOD.name, "made", "made", network.shape, tensors)

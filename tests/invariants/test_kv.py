@@ -8,12 +8,15 @@ also against pairs shifted by one, drafted features kept as true ones, and distr
 from typing import Any
 
 import pytest
+import torch
 
 from foredraft.drafters.common.tree_builder import TreeOptions
 from tests.support import tiny_heads
+from tests.support.devices import TEST_DTYPE
 from tests.support.kv_comparison import KVTally, simulate_draft_model, simulate_head
 from tests.support.tiny_heads import HeadCase
 
+ROUNDING = 1e-12 if torch.float64 == TEST_DTYPE else 1e-3  # of keys and values, after several hundred tokens
 CASES = {
     "chain, match": (None, 4, "match"),
     "chain, reject": (None, 5, "reject"),
@@ -36,7 +39,7 @@ HEADS: dict[str, tuple[HeadCase, str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_kv_equals_a_recomputation_after_every_step(case: str) -> None:
-    """Differences of 1e-12 are rounding; one wrong token in a cache is of the order of one."""
+    """Differences up to ROUNDING are that; one wrong token in a cache is of the order of one."""
     branching, num_tokens, verify = CASES[case]
     check(simulate_draft_model(100, branching, num_tokens, verify, seed=len(case)))
 
@@ -49,7 +52,7 @@ def test_the_memory_of_heads_equals_a_recomputation_after_every_step(case: str) 
 
 
 def check(tally: KVTally) -> None:
-    assert tally.difference <= 1e-12
+    assert tally.difference <= ROUNDING
     assert tally.accepted > 0
     assert tally.rejected > 0
     assert tally.aborted > 0
@@ -64,11 +67,11 @@ def check(tally: KVTally) -> None:
 def test_kv_equals_a_recomputation_over_ten_thousand_steps(case: str) -> None:
     """2,000 steps of each kind."""
     branching, num_tokens, verify = CASES[case]
-    assert simulate_draft_model(2000, branching, num_tokens, verify, seed=1).difference <= 1e-12
+    assert simulate_draft_model(2000, branching, num_tokens, verify, seed=1).difference <= ROUNDING
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("case", HEADS)
 def test_the_memory_of_heads_equals_a_recomputation_over_thousands_of_steps(case: str) -> None:
     head, verify, options = HEADS[case]
-    assert simulate_head(head, 2000, 4, verify, seed=1, **options).difference <= 1e-12
+    assert simulate_head(head, 2000, 4, verify, seed=1, **options).difference <= ROUNDING

@@ -27,6 +27,7 @@ from foredraft.engine.sandbox import SandboxedDrafter
 from foredraft.request import Request
 from foredraft.verification.registry import RULES
 from tests.support import tiny_models, tiny_vocabularies
+from tests.support.devices import TEST_DEVICE
 from tests.support.tiny_heads import HeadCase
 
 
@@ -57,8 +58,8 @@ class MethodCase:
 
 
 def find_device(llm: LLM | None) -> torch.device:
-    """Return the device of a target: the CPU if none is given."""
-    return torch.device("cpu") if llm is None else llm.target.device
+    """Return the device of a target, that of the tests if none is given."""
+    return TEST_DEVICE if llm is None else llm.target.device
 
 
 def _make_plain(method: Method, variant: Variant) -> CaseMaker:

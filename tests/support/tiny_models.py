@@ -1,7 +1,7 @@
 """Tiny models and a tokenizer, made on the spot and once per session: random weights need no download.
 
 The weights are large (initializer_range 0.3), so that the distributions are far from uniform and greedy decoding meets
-no ties. All is float64, so that two orders of summation never disagree about a token.
+no ties. All is float64, so that two orders of summation never disagree about a token. Another device has float32.
 """
 
 import copy
@@ -17,8 +17,8 @@ from foredraft.drafters.draft_model.drafter import DraftModel
 from foredraft.drafters.method import DrafterContext
 from foredraft.llm import MemoryLimits
 from foredraft.models.hf import HFModel
+from tests.support.devices import TEST_DEVICE, TEST_DTYPE
 
-CPU = torch.device("cpu")
 VOCAB = 97
 CONTEXT = 256
 TEXT = """
@@ -29,7 +29,7 @@ for word in ("the", "there", "then", "these"): print(word, "the end", "Ende", "e
 
 
 def llama(vocab_size: int = VOCAB, seed: int = 0, context: int = CONTEXT, hidden: int = 32) -> LlamaForCausalLM:
-    """Make a random two-layer Llama in float64, with grouped heads, and with an EOS that may well be sampled."""
+    """Make a random two-layer Llama with grouped heads, and with an EOS that may well be sampled."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=vocab_size,
@@ -43,19 +43,17 @@ def llama(vocab_size: int = VOCAB, seed: int = 0, context: int = CONTEXT, hidden
         bos_token_id=None,
         eos_token_id=3,
     )
-    return LlamaForCausalLM(config).double().eval()
+    return LlamaForCausalLM(config).to(TEST_DEVICE, TEST_DTYPE).eval()
 
 
 def perturb(model: LlamaForCausalLM, noise: float, seed: int = 1) -> LlamaForCausalLM:
     """Copy a model so that it mostly agrees: its drafts are accepted and rejected."""
-    noisy = LlamaForCausalLM(model.config).double().eval()
+    noisy = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(seed)
-    noisy.load_state_dict(
-        {
-            name: weight + noise * weight.std() * torch.randn(weight.shape, generator=generator, dtype=torch.float64)
-            for name, weight in model.state_dict().items()
-        }
-    )
+    with torch.no_grad():
+        for weight in noisy.state_dict().values():
+            change = torch.randn(weight.shape, generator=generator, dtype=torch.float64)
+            weight += noise * weight.std() * change.to(weight.device, weight.dtype)
     return noisy
 
 
@@ -85,12 +83,12 @@ def draft_model(
     branching: tuple[int, ...] | None = None,
     model: LlamaForCausalLM | None = None,
     options: TreeOptions | None = None,
-    device: torch.device = CPU,
+    device: torch.device = TEST_DEVICE,
 ) -> DraftModel:
     """Make the perturbed copy as a drafter."""
     model = move_copy(model or draft(), device)
     size = model.config.vocab_size
-    context = DrafterContext(size, num_speculative_tokens=num_tokens, dtype=torch.float64, device=device)
+    context = DrafterContext(size, num_speculative_tokens=num_tokens, dtype=TEST_DTYPE, device=device)
     return DraftModel(HFModel.wrap_model(model, "draft"), context, options or TreeOptions(branching=branching))
 
 

@@ -19,6 +19,7 @@ from foredraft.drafters.method import DrafterContext
 from foredraft.models.hf import HFModel
 from foredraft.tokenization.byte_vocabulary import TokenizerVocabulary
 from tests.support import tiny_models
+from tests.support.devices import TEST_DEVICE, TEST_DTYPE
 
 CROSS_VOCAB_CASES = ("draft_model, slem", "draft_model, tli", "draft_model, tli tree")  # names in `methods_made.MADE`
 CONTROLS = ["<unk>", "<s>", "<pad>", "<end>"]
@@ -77,11 +78,11 @@ def drafter(
     num_tokens: int,
     options: TreeOptions | None = None,
     kv_tokens: int | None = 8192,
-    device: torch.device = tiny_models.CPU,
+    device: torch.device = TEST_DEVICE,
 ) -> CrossVocabDrafter:
     """Make the renamed draft as a drafter, with shared tokens (tli) or as text (slem)."""
     size = tiny_models.VOCAB
-    context = DrafterContext(size, num_speculative_tokens=num_tokens, dtype=torch.float64, device=device)
+    context = DrafterContext(size, num_speculative_tokens=num_tokens, dtype=TEST_DTYPE, device=device)
     made = {"tli": TliDrafter, "slem": SlemDrafter}[vocab]
     return made(
         HFModel.wrap_model(tiny_models.move_copy(draft(), device), "draft"), context, letters(), options, kv_tokens

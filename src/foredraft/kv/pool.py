@@ -11,6 +11,7 @@ from torch import Tensor
 
 from foredraft.errors import ForedraftError
 from foredraft.kernels.arena import allocate_zeros
+from foredraft.kernels.gpu.graphs import GraphMemory, Recorder, make_recorder
 from foredraft.kernels.gpu.loading import GPUKernels, select_kernels
 from foredraft.kv.allocator import NULL_PAGE
 
@@ -32,17 +33,22 @@ class KVPool:
     layers: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # layer -> (keys, values), each [S, H, D]
     kernels: GPUKernels | None = None  # store, attend and move; None = native kernels or torch's operators
     is_whole: bool = False  # allocate all of `capacity` at once, if it is set
+    recorder: Recorder | None = None  # records passes over this pool; None = every launch is made anew
+    graph_memory: GraphMemory | None = None  # for the recordings; None = no pass is recorded
+    layout_version: int = 0  # changes with the addresses of the tensors
     _layer_addresses: "LayerAddresses | None" = None  # cached `addresses`; None after a layer has grown
     _pointer_table: Any = None  # of all layers, for `kernels.move`; None after a layer has grown
 
     @classmethod
     def for_device(cls, device: torch.device, is_native: bool = False) -> "KVPool":
         """Return an empty pool for a device. On CUDA it is allocated whole."""
-        return cls(is_native, kernels=select_kernels(device), is_whole=device.type == "cuda")
+        kernels = select_kernels(device)
+        recorder = None if kernels is None else make_recorder(device)
+        return cls(is_native, kernels=kernels, is_whole=device.type == "cuda", recorder=recorder)
 
     def make_empty(self) -> "KVPool":
         """Return a new pool for the same kernels and the same kind of allocation."""
-        return KVPool(self.is_native, kernels=self.kernels, is_whole=self.is_whole)
+        return KVPool(self.is_native, kernels=self.kernels, is_whole=self.is_whole, recorder=self.recorder)
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor, num_slots: int) -> tuple[Tensor, Tensor]:
         """Store keys and values of one layer.
@@ -84,7 +90,7 @@ class KVPool:
     def clear(self) -> None:
         """Free all tensors; the content is lost."""
         self.layers.clear()
-        self._layer_addresses = self._pointer_table = None
+        self._forget_addresses()
 
     @property
     def addresses(self) -> LayerAddresses:
@@ -96,12 +102,16 @@ class KVPool:
         return self._layer_addresses
 
     def _grow_layer(self, old: Tensor | None, like: Tensor, num_slots: int) -> Tensor:
-        self._layer_addresses = self._pointer_table = None
+        self._forget_addresses()
         shape = (self._choose_size(num_slots), *like.shape[1:])
         grown = allocate_zeros(shape, like.dtype) if self.is_native else _allocate(like, shape)
         if old is not None:
             grown[: len(old)] = old
         return grown
+
+    def _forget_addresses(self) -> None:
+        self._layer_addresses = self._pointer_table = None
+        self.layout_version += 1
 
     def _choose_size(self, num_slots: int) -> int:
         size = 1 << (num_slots - 1).bit_length()  # doubling keeps the copies a constant share of the writes

@@ -16,6 +16,7 @@ from foredraft.kernels.attention import can_attend
 from foredraft.kernels.operators import attend
 from foredraft.kv.pool import KVPool
 from foredraft.models.forward_batch import MAX_PADDED_ROWS, AttentionGroup, ForwardBatch
+from foredraft.models.padded_rows import PaddedRows
 
 ATTENTION_NAME = "foredraft"
 
@@ -45,7 +46,7 @@ def paged_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,  # [Hq] attention sinks
-    forward_batch: ForwardBatch | None = None,
+    forward_batch: ForwardBatch | PaddedRows | None = None,
     pool: KVPool | None = None,
     **unused: Any,  # transformers passes dropout, position_ids and more, which differ by model
 ) -> tuple[Tensor, None]:

@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from foredraft.kv.pool import KVPool
 from foredraft.models.forward_batch import ForwardBatch
 from foredraft.models.hidden_states import capture_hidden_states
+from foredraft.models.padded_rows import PaddedRows
 from foredraft.models.sequences import SequenceGroup, group_sequences
 
 CACHE_ARGUMENTS = ("cache", "past_key_values")  # names of the cache in releases of transformers, new ones first
@@ -128,29 +129,35 @@ class CachePass:
         depth = int(getattr(model.config.get_text_config(), "num_hidden_layers", 1))
         return None if name is None else cls(depth, name, arguments)
 
+    @property
+    def recording_obstacle(self) -> str | None:
+        """Reason why passes cannot be recorded as CUDA graphs."""
+        return "the model attends in code of its own, over sequences whose lengths differ from pass to pass"
+
     def prepare(self, model: Any) -> None:
         """Do nothing: the model keeps its own attention."""
 
     def run(
-        self, model: Any, forward_batch: ForwardBatch, pool: KVPool, hidden_layers: Sequence[int] = ()
+        self, model: Any, rows: ForwardBatch | PaddedRows, pool: KVPool, hidden_layers: Sequence[int] = ()
     ) -> tuple[Tensor, Tensor | None]:
         """Run the modules; see `ModulePass.run`."""
+        assert isinstance(rows, ForwardBatch), "only recordings have padded rows, and this pass is not recorded"
         logits: dict[int, Tensor] = {}
         features: list[Tensor] = []
-        for group in group_sequences(forward_batch, self.is_padded):
-            wanted = [row for row in forward_batch.logit_row_list if row in group.columns]
+        for group in group_sequences(rows, self.is_padded):
+            wanted = [row for row in rows.logit_row_list if row in group.columns]
             columns = sorted({group.columns[row][1] for row in wanted} or {group.num_columns - 1})
-            cache = PagedCache(group, pool, forward_batch.num_slots, self.num_layers)
+            cache = PagedCache(group, pool, rows.num_slots, self.num_layers)
             with capture_hidden_states(model, hidden_layers) as captured:
-                output = self._call(model, forward_batch, group, cache, columns)
+                output = self._call(model, rows, group, cache, columns)
             for row in wanted:
                 b, column = group.columns[row]
                 logits[row] = output[b, columns.index(column)]
             if hidden_layers:
                 states = torch.cat([captured[layer] for layer in hidden_layers], -1)
                 features.append(states.flatten(0, 1).index_select(0, group.real_rows))
-        rows = [logits[row] for row in forward_batch.logit_row_list]
-        stacked = torch.stack(rows) if rows else output.new_empty(0, output.shape[-1])
+        kept = [logits[row] for row in rows.logit_row_list]
+        stacked = torch.stack(kept) if kept else output.new_empty(0, output.shape[-1])
         return stacked, torch.cat(features) if features else None
 
     def _call(

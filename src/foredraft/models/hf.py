@@ -21,6 +21,8 @@ from foredraft.models.forward_batch import AFTER_FINAL_NORM, ForwardBatch
 from foredraft.models.native.decoder import NativeDecoder, explain_unsupported
 from foredraft.models.packed_linear import check_quantizable, list_packed_weights, pack_linears
 from foredraft.models.packed_pass import ModulePass, PackedPass
+from foredraft.models.padded_rows import PaddedRows
+from foredraft.models.recorded_pass import RecordedPasses
 from foredraft.models.truncated_modules import Adapter, truncate_model
 from foredraft.source import EncoderSource
 
@@ -46,8 +48,8 @@ class LM(Protocol):
             hidden_layers: layer boundaries to return. Default () = none.
 
         Returns:
-            Logits [R, V] of forward_batch.logit_rows, and hidden states [T, F] at the boundaries, concatenated, or
-            None without boundaries.
+            Logits [R, V] of forward_batch.logit_rows, valid until the next pass of this model, and hidden states [T, F]
+            at the boundaries, concatenated, or None without boundaries.
         """
 
 
@@ -64,7 +66,11 @@ class HFModel:
     # Held during a pass through transformers' modules. Copies with new KV share the modules and their hooks.
     modules_lock: Lock = field(default_factory=Lock)
     module_pass: ModulePass = field(kw_only=True, default_factory=PackedPass)  # for transformers' modules
+    recorded: RecordedPasses = field(init=False)
     max_context: int | None = field(kw_only=True, default=None)  # tokens; None = the model's own limit
+
+    def __post_init__(self) -> None:
+        self.recorded = RecordedPasses(self.name, self.pool, self.module_pass.recording_obstacle)
 
     @classmethod
     def wrap_model(
@@ -195,12 +201,7 @@ class HFModel:
         has_gradient = torch.is_grad_enabled() and hidden.requires_grad
         bias = None if module.bias is None else module.bias.detach().to(hidden.dtype)
         logits = F.linear(hidden, self.head_weight, bias) if has_gradient else self._apply_head(hidden)
-        config = self.model.config.get_text_config()
-        logits = logits / (getattr(config, "logits_scaling", None) or 1.0)
-        scale = getattr(config, "logit_scale", None)
-        logits = logits if scale is None else logits * scale
-        cap = getattr(config, "final_logit_softcapping", None)
-        return logits if cap is None else torch.tanh(logits / cap) * cap
+        return _scale_logits(logits, self.model.config.get_text_config())
 
     def _apply_head(self, hidden: Tensor) -> Tensor:
         """Multiply hidden states by the matrix of the head and add its bias."""
@@ -223,7 +224,13 @@ class HFModel:
         if self.fused is not None:
             return self.fused.forward(forward_batch, self.pool, hidden_layers)
         with self.modules_lock:
-            return self.module_pass.run(self.model, forward_batch, self.pool, hidden_layers)
+            recorded = self.recorded.run(forward_batch, hidden_layers, self._run_modules)
+            return self._run_modules(forward_batch, hidden_layers) if recorded is None else recorded
+
+    def _run_modules(
+        self, rows: ForwardBatch | PaddedRows, hidden_layers: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor | None]:
+        return self.module_pass.run(self.model, rows, self.pool, hidden_layers)
 
     def check_boundaries(self, hidden_layers: tuple[int, ...]) -> None:
         """Raise ForedraftError if the model has no such layer boundary."""
@@ -250,6 +257,15 @@ class HFModel:
                 return self.module_pass.run(model, forward_batch, self.pool)[0]
 
         return run
+
+
+def _scale_logits(logits: Tensor, config: Any) -> Tensor:
+    """Scale and cap the output of the head as the configuration says."""
+    logits = logits / (getattr(config, "logits_scaling", None) or 1.0)
+    scale = getattr(config, "logit_scale", None)
+    logits = logits if scale is None else logits * scale
+    cap = getattr(config, "final_logit_softcapping", None)
+    return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
 def get_packed_weights(target: HFModel) -> list[PackedWeight]:

@@ -11,22 +11,27 @@ from foredraft.kv.pool import KVPool
 from foredraft.models import attention
 from foredraft.models.forward_batch import ForwardBatch
 from foredraft.models.hidden_states import capture_hidden_states
+from foredraft.models.padded_rows import PaddedRows
 
 
 class ModulePass(Protocol):
     """Way in which the modules of a transformers model compute a forward batch."""
 
+    @property
+    def recording_obstacle(self) -> str | None:
+        """Reason why passes cannot be recorded as CUDA graphs; None if they can be."""
+
     def prepare(self, model: Any) -> None:
         """Set the attention implementation with which `run` works."""
 
     def run(
-        self, model: Any, forward_batch: ForwardBatch, pool: KVPool, hidden_layers: Sequence[int] = ()
+        self, model: Any, rows: ForwardBatch | PaddedRows, pool: KVPool, hidden_layers: Sequence[int] = ()
     ) -> tuple[Tensor, Tensor | None]:
         """Run the modules.
 
         Args:
             model: transformers model.
-            forward_batch: T packed rows.
+            rows: T packed rows, in a recording padded to a size.
             pool: KV pool of the model.
             hidden_layers: layer boundaries to return. Default () = none.
 
@@ -39,21 +44,26 @@ class ModulePass(Protocol):
 class PackedPass:
     """Pass with paged attention, which the model calls through transformers' attention interface."""
 
+    @property
+    def recording_obstacle(self) -> str | None:
+        """None: all inputs are tensors of `rows`."""
+        return None
+
     def prepare(self, model: Any) -> None:
         """Set paged attention."""
         model.set_attn_implementation(attention.ATTENTION_NAME)
 
     def run(
-        self, model: Any, forward_batch: ForwardBatch, pool: KVPool, hidden_layers: Sequence[int] = ()
+        self, model: Any, rows: ForwardBatch | PaddedRows, pool: KVPool, hidden_layers: Sequence[int] = ()
     ) -> tuple[Tensor, Tensor | None]:
         """Run the modules; see `ModulePass.run`."""
         with capture_hidden_states(model, hidden_layers) as captured:
             logits: Tensor = model(
-                input_ids=forward_batch.tokens,
-                position_ids=forward_batch.positions,
+                input_ids=rows.tokens,
+                position_ids=rows.positions,
                 use_cache=False,
-                logits_to_keep=forward_batch.logit_rows,
-                forward_batch=forward_batch,
+                logits_to_keep=rows.logit_rows,
+                forward_batch=rows,
                 pool=pool,
             ).logits[0]
         features = torch.cat([captured[layer][0] for layer in hidden_layers], -1) if hidden_layers else None

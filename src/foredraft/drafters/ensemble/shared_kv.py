@@ -7,6 +7,7 @@ is ignored for the limit, unless all are rebuildable; then a position is valid i
 from collections.abc import Iterator, MutableMapping, Sequence
 from typing import TYPE_CHECKING, cast
 
+from foredraft.kernels.gpu.graphs import GraphMemory
 from foredraft.kv.draft_kv import DraftKV
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ class CombinedNumValid(MutableMapping[int, int]):
 
 
 class CombinedPool:
-    """The subset of KVPool that page accounting uses, capacity and clear, over several pools."""
+    """The subset of KVPool that page accounting uses, its limits and clear, over several pools."""
 
     def __init__(self, draft_kvs: Sequence[DraftKV]) -> None:
         self._pools = [draft_kv.pool for draft_kv in draft_kvs]
@@ -55,6 +56,15 @@ class CombinedPool:
     def capacity(self, slots: int | None) -> None:
         for pool in self._pools:
             pool.capacity = slots
+
+    @property
+    def graph_memory(self) -> GraphMemory | None:
+        return self._pools[0].graph_memory
+
+    @graph_memory.setter
+    def graph_memory(self, memory: GraphMemory | None) -> None:
+        for pool in self._pools:
+            pool.graph_memory = memory
 
     def clear(self) -> None:
         for pool in self._pools:

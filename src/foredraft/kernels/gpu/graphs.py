@@ -5,6 +5,7 @@ reads the same output tensors again. On a machine without CUDA, `CallingRecorder
 function at every replay, so that a test finds padding that leaks and outputs that are kept too long.
 """
 
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
@@ -14,10 +15,11 @@ import torch
 from torch import Tensor
 
 Outputs = tuple[Tensor, ...]
+GRAPHS_VARIABLE = "FOREDRAFT_GRAPHS"  # environment variable: 0 = no CUDA graphs
 WARM_UP_RUNS = 2  # before a capture: the first compiles kernels and creates handles, the second allocates as usual
 
 
-class Replay(Protocol):
+class RecordedLaunches(Protocol):
     """Recorded pass. `outputs` are overwritten by every replay."""
 
     outputs: Outputs
@@ -28,7 +30,7 @@ class Replay(Protocol):
 class Recorder(Protocol):
     """Makes recordings of one device."""
 
-    def record(self, run: Callable[[], Outputs]) -> Replay:
+    def record(self, run: Callable[[], Outputs]) -> RecordedLaunches:
         """Record a function.
 
         Args:
@@ -45,7 +47,7 @@ class Recorder(Protocol):
 
 @dataclass
 class CallingReplay:
-    """Replay that calls the function and copies the results to the outputs of its first call."""
+    """RecordedLaunches that calls the function and copies the results to the outputs of its first call."""
 
     run: Callable[[], Outputs]
     outputs: Outputs
@@ -110,8 +112,9 @@ class CUDARecorder:
 
 
 def make_recorder(device: torch.device) -> Recorder | None:
-    """Return the recorder of a device; None if it has no graphs, as a CPU."""
-    return CUDARecorder(device) if device.type == "cuda" else None
+    """Return the recorder of a device; None if it has no graphs, as a CPU, or with FOREDRAFT_GRAPHS=0."""
+    has_graphs = device.type == "cuda" and os.environ.get(GRAPHS_VARIABLE) != "0"
+    return CUDARecorder(device) if has_graphs else None
 
 
 @dataclass
@@ -131,12 +134,12 @@ class ReplayCache:
 
     recorder: Recorder
     memory: GraphMemory
-    _replays: OrderedDict[Hashable, tuple[Replay, int]] = field(default_factory=OrderedDict)  # with its bytes
+    _replays: OrderedDict[Hashable, tuple[RecordedLaunches, int]] = field(default_factory=OrderedDict)  # with its bytes
 
     def __len__(self) -> int:
         return len(self._replays)
 
-    def get(self, key: Hashable, run: Callable[[], Outputs]) -> Replay:
+    def get(self, key: Hashable, run: Callable[[], Outputs]) -> RecordedLaunches:
         """Return the recording of a key. It is made from `run` if there is none. Raises as `Recorder.record`."""
         if key in self._replays:
             self._replays.move_to_end(key)

@@ -11,7 +11,33 @@ from torch import Tensor
 from foredraft.kernels.rows import PackedRows
 
 ALIGNMENT = 4  # numbers; every list begins at a multiple of 16 bytes, so that one compiled kernel takes all of them
+NUM_WIDE = 4  # leading lists of int64
 START, TAIL = 4, 5  # of the lists between `write` and `logit_rows`
+
+
+@dataclass(frozen=True)
+class RowsLayout:
+    """Places of the lists of `DeviceRows` in one block of int32 numbers."""
+
+    lengths: tuple[int, ...]  # of the lists, in the order of the fields
+
+    @property
+    def num_numbers(self) -> int:
+        """Length of the block."""
+        return sum(self._round_up(i) for i in range(len(self.lengths)))
+
+    def split(self, block: Tensor) -> list[Tensor]:
+        """Return the lists of a block as views."""
+        lists, at = [], 0
+        for i, length in enumerate(self.lengths):
+            part = block[at : at + (2 * length if i < NUM_WIDE else length)]
+            lists.append(part.view(torch.int64) if i < NUM_WIDE else part)
+            at += self._round_up(i)
+        return lists
+
+    def _round_up(self, i: int) -> int:
+        size = 2 * self.lengths[i] if i < NUM_WIDE else self.lengths[i]
+        return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True)
@@ -48,26 +74,31 @@ class DeviceRows:
             counts: [B] rows of each request, in the order of the rows.
             device: device of the kernels.
         """
-        first_row = [0, *accumulate(counts)]
-        assert first_row[-1] == rows.num_rows, "the requests have other rows"
-        tokens, write, *lists, logit_rows = torch.split(rows.numbers, list(rows.counts))
-        positions = lists[START] + lists[TAIL] - 1  # a row's tail is the path from node 0 down to itself
-        parts = [part.long() for part in (tokens, positions, write, logit_rows)]
-        views: Any = _copy_parts([*parts, *lists, torch.tensor(first_row, dtype=torch.int32)], device)
+        lists = list_rows(rows, counts)
+        layout = RowsLayout(tuple(len(x) for x in lists))
+        staging = make_staging(layout.num_numbers, device)
+        for target, numbers in zip(layout.split(staging), lists, strict=True):
+            target.copy_(numbers)
+        views: Any = layout.split(staging.to(device, non_blocking=True))
         record = rows.record
         sizes: Any = rows.num_rows, len(counts), int(record.max_keys), int(record.page_size)
         return cls(*views, *sizes)
 
 
-def _copy_parts(parts: Sequence[Tensor], device: torch.device | str) -> list[Tensor]:
-    """Copy lists of int32 and int64 numbers to a device in one transfer, each to an aligned address of one block."""
-    numbers = [part.view(torch.int32) for part in parts]
-    ends = list(accumulate(-(-len(part) // ALIGNMENT) * ALIGNMENT for part in numbers))
-    starts = [0, *ends[:-1]]
-    staging = torch.zeros(ends[-1], dtype=torch.int32, pin_memory=torch.device(device).type == "cuda")
-    for part, at in zip(numbers, starts, strict=True):
-        staging[at : at + len(part)] = part
-    block = staging.to(device, non_blocking=True)
-    return [
-        block[at : at + len(number)].view(part.dtype) for part, number, at in zip(parts, numbers, starts, strict=True)
-    ]
+def list_rows(rows: PackedRows, counts: Sequence[int]) -> list[Tensor]:
+    """Return the lists of `DeviceRows` on the CPU, in the order of the fields, as int32.
+
+    Args:
+        rows: packed rows.
+        counts: [B] rows of each request, in the order of the rows.
+    """
+    first_row = [0, *accumulate(counts)]
+    assert first_row[-1] == rows.num_rows, "the requests have other rows"
+    tokens, write, *lists, logit_rows = torch.split(rows.numbers, list(rows.counts))
+    positions = lists[START] + lists[TAIL] - 1  # a row's tail is the path from node 0 down to itself
+    return [tokens, positions, write, logit_rows, *lists, torch.tensor(first_row, dtype=torch.int32)]
+
+
+def make_staging(num_numbers: int, device: torch.device | str) -> Tensor:
+    """Return zeros [num_numbers] int32 on the CPU, from which a copy to the device does not wait."""
+    return torch.zeros(num_numbers, dtype=torch.int32, pin_memory=torch.device(device).type == "cuda")
