@@ -83,7 +83,7 @@ def _compute_paged_logits(model: Any, cache_pass: CachePass) -> tuple[Tensor, in
     rest = TOKENS[NUM_SHORT:NUM_COMMITTED]
     chain = Span(short_pages, NUM_SHORT, rest, range(len(rest)))
     passes = (ForwardBatch.from_spans(spans, PAGE_SIZE, model.device) for spans in ([committed, short], [tree, chain]))
-    logits = torch.cat([cache_pass.run(model, batch, pool)[0] for batch in passes])
+    logits = torch.cat([cache_pass.run(model, pool, batch)[0] for batch in passes])
     return logits, sum(x[0].numel() for pair in pool.layers.values() for x in pair)
 
 

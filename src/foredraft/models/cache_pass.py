@@ -138,7 +138,7 @@ class CachePass:
         """Do nothing: the model keeps its own attention."""
 
     def run(
-        self, model: Any, rows: ForwardBatch | PaddedRows, pool: KVPool, hidden_layers: Sequence[int] = ()
+        self, model: Any, pool: KVPool, rows: ForwardBatch | PaddedRows, hidden_layers: Sequence[int] = ()
     ) -> tuple[Tensor, Tensor | None]:
         """Run the modules; see `ModulePass.run`."""
         assert isinstance(rows, ForwardBatch), "only recordings have padded rows, and this pass is not recorded"

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from threading import Lock
 from typing import Any, Protocol
 
@@ -21,7 +21,6 @@ from foredraft.models.forward_batch import AFTER_FINAL_NORM, ForwardBatch
 from foredraft.models.native.decoder import NativeDecoder, explain_unsupported
 from foredraft.models.packed_linear import check_quantizable, list_packed_weights, pack_linears
 from foredraft.models.packed_pass import ModulePass, PackedPass
-from foredraft.models.padded_rows import PaddedRows
 from foredraft.models.recorded_pass import RecordedPasses
 from foredraft.models.truncated_modules import Adapter, truncate_model
 from foredraft.source import EncoderSource
@@ -223,14 +222,10 @@ class HFModel:
         self.check_boundaries(hidden_layers)
         if self.fused is not None:
             return self.fused.forward(forward_batch, self.pool, hidden_layers)
+        run = partial(self.module_pass.run, self.model, self.pool)
         with self.modules_lock:
-            recorded = self.recorded.run(forward_batch, hidden_layers, self._run_modules)
-            return self._run_modules(forward_batch, hidden_layers) if recorded is None else recorded
-
-    def _run_modules(
-        self, rows: ForwardBatch | PaddedRows, hidden_layers: tuple[int, ...]
-    ) -> tuple[Tensor, Tensor | None]:
-        return self.module_pass.run(self.model, rows, self.pool, hidden_layers)
+            recorded = self.recorded.run(forward_batch, hidden_layers, run)
+            return run(forward_batch, hidden_layers) if recorded is None else recorded
 
     def check_boundaries(self, hidden_layers: tuple[int, ...]) -> None:
         """Raise ForedraftError if the model has no such layer boundary."""
@@ -254,7 +249,7 @@ class HFModel:
 
         def run(forward_batch: ForwardBatch) -> Tensor:
             with self.modules_lock:
-                return self.module_pass.run(model, forward_batch, self.pool)[0]
+                return self.module_pass.run(model, self.pool, forward_batch)[0]
 
         return run
 

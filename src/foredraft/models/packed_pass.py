@@ -25,14 +25,14 @@ class ModulePass(Protocol):
         """Set the attention implementation with which `run` works."""
 
     def run(
-        self, model: Any, rows: ForwardBatch | PaddedRows, pool: KVPool, hidden_layers: Sequence[int] = ()
+        self, model: Any, pool: KVPool, rows: ForwardBatch | PaddedRows, hidden_layers: Sequence[int] = ()
     ) -> tuple[Tensor, Tensor | None]:
         """Run the modules.
 
         Args:
             model: transformers model.
-            rows: T packed rows, in a recording padded to a size.
             pool: KV pool of the model.
+            rows: T packed rows, in a recording padded to a size.
             hidden_layers: layer boundaries to return. Default () = none.
 
         Returns:
@@ -54,7 +54,7 @@ class PackedPass:
         model.set_attn_implementation(attention.ATTENTION_NAME)
 
     def run(
-        self, model: Any, rows: ForwardBatch | PaddedRows, pool: KVPool, hidden_layers: Sequence[int] = ()
+        self, model: Any, pool: KVPool, rows: ForwardBatch | PaddedRows, hidden_layers: Sequence[int] = ()
     ) -> tuple[Tensor, Tensor | None]:
         """Run the modules; see `ModulePass.run`."""
         with capture_hidden_states(model, hidden_layers) as captured:
