@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.small_families import make_model as make_small_model
 from foredraft import LLM, Sampling
 from foredraft.drafters.common.tree_builder import TreeOptions
 from foredraft.drafters.draft_model.drafter import DraftModel
@@ -167,3 +168,19 @@ def test_heads_on_hidden_states_run_on_the_kernels(counter: CallCounter) -> None
     ]
     torch.testing.assert_close(outputs[1], outputs[0], rtol=0, atol=1e-6)
     assert counter.counts["attend"] == before + 1
+
+
+def test_a_model_on_its_own_attention_stores_its_keys_by_the_kernels() -> None:
+    model = make_small_model("deepseek_v32").to(DEVICE)  # keys, values and indexer keys have three widths
+    counter, drafter = CallCounter(), {"method": "ngram", "branches": 2}
+    plain, on_kernels = (HFModel.wrap_model(model, "deepseek_v32") for _ in range(2))
+    on_kernels.pool = KVPool(kernels=counter.wrap(load_kernels()))
+    plain.pool = KVPool()
+    sampling = Sampling(temperature=0, max_tokens=8, ignore_eos=True)
+    outputs = [
+        [c.token_ids for c in LLM(lm, drafter, tokenizer=None, num_speculative_tokens=3).generate(PROMPTS, sampling)]
+        for lm in (plain, on_kernels)
+    ]
+    assert outputs[0] == outputs[1]
+    assert counter.counts["store"] > 0
+    assert counter.counts["attend"] == 0

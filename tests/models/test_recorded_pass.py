@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from foredraft.kernels.gpu.graphs import CallingRecorder, GraphMemory, RecordedLaunches
 from foredraft.kv.pool import KVPool
 from foredraft.models.forward_batch import AFTER_FINAL_NORM, ForwardBatch, Span
-from foredraft.models.hf import HFModel, _run_modules
+from foredraft.models.hf import HFModel
 from foredraft.models.pass_size import REQUEST_BUCKETS, ROW_BUCKETS, PassSize
 from foredraft.models.recorded_pass import RunPass
 from tests.support.torch_kernels import make_torch_kernels
@@ -205,7 +205,7 @@ def find_recording(lm: HFModel) -> RecordedLaunches:
 
 
 def run_modules(lm: HFModel) -> RunPass:
-    return partial(_run_modules, lm.model, lm.pool)
+    return partial(lm.module_pass.run, lm.model, lm.pool)
 
 
 def fill(tensor: Tensor, value: float) -> Tensor:

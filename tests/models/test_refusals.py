@@ -1,6 +1,6 @@
-"""Models that paged attention cannot serve: refused when they are loaded, by name and with the reason in one line.
+"""Models that the engine cannot serve: refused when they are loaded, by name and with the reason in one line.
 
-Each model of NOT_SEEN declares support for the attention interface and gave wrong logits through it, or none.
+Each model of NOT_SEEN and ON_OWN_ATTENTION gave wrong logits through the attention interface, or none.
 """
 
 from typing import Any
@@ -11,9 +11,10 @@ import transformers as hf
 from torch import nn
 
 from foredraft.errors import ForedraftError
+from foredraft.models.cache_pass import CachePass
 from foredraft.models.compatibility import probe_attention
 from foredraft.models.hf import HFModel
-from tests.support.families import EXPERTS, TINY, VOCAB, make_family
+from tests.support.families import EXPERTS, TINY, VOCAB, PagedModel, compute_reference, make_family
 
 HEADS = {"head_dim": 8}
 STATE = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2}
@@ -33,6 +34,14 @@ HYBRID = {
     **HEADS,
 }
 
+SMALL_DECODER = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "decoder_ffn_dim": 48,
+    "num_decoder_layers": 2,
+    "num_decoder_attention_heads": 4,
+}
+
 REFUSED = {
     "mamba": (lambda: hf.MambaConfig(**STATE, state_size=4), "'linear_attention', which cannot be rolled back"),
     "rwkv": (lambda: hf.RwkvConfig(**STATE, attention_hidden_size=32), "recurrent state, which cannot be rolled back"),
@@ -42,27 +51,25 @@ REFUSED = {
         lambda: hf.FalconH1Config(**TINY, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8),
         "recurrent state",
     ),
-    "bloom": (lambda: hf.BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4), "attention interface"),
-    "llama4": (lambda: hf.Llama4TextConfig(**TINY, **HEADS, num_local_experts=2, intermediate_size_mlp=48), "chunked"),
+    "openai-gpt": (lambda: hf.OpenAIGPTConfig(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4), "keeps no KV cache"),
+    "xlm": (lambda: hf.XLMConfig(vocab_size=VOCAB, emb_dim=32, n_layers=2, n_heads=4), "attend to later tokens"),
 }
 NOT_SEEN = {
     "bert": (lambda: hf.BertConfig(**TINY), "lets tokens attend to later tokens"),
-    "roberta": (lambda: hf.RobertaConfig(**TINY, is_decoder=True), "counts positions from its padding token"),
-    "doge": (lambda: hf.DogeConfig(**TINY), "masks the attention of layer 0 in a way"),
-    "qwen2_moe": (
-        lambda: hf.Qwen2MoeConfig(
-            **TINY, moe_intermediate_size=8, shared_expert_intermediate_size=8, num_experts=2, use_sliding_window=True,
-            sliding_window=6, max_window_layers=1, **EXPERTS,
-        ),
-        "masks the attention of layer 0 in a way",
+    "dory": (lambda: hf.DoryConfig(**TINY), "gives other logits if a text is divided into passes"),
+    "prophetnet": (
+        lambda: hf.ProphetNetConfig(**SMALL_DECODER),
+        "cannot run on a paged KV cache",
     ),
-    "phimoe": (
-        lambda: hf.PhimoeConfig(**TINY, sliding_window=6, num_local_experts=2, **EXPERTS),
-        "masks the attention of layer 0 in a way",
-    ),
-    "diffllama": (lambda: hf.DiffLlamaConfig(**TINY), "does not attend exactly once in every layer"),
-    "nemotron": (lambda: hf.NemotronConfig(**TINY, head_dim=8), "keyword arguments do not reach the attention"),
-}  # fmt: skip
+}
+# They attend in a way that paged attention does not, so they run on their own attention.
+ON_OWN_ATTENTION = {
+    "mask alone": lambda: hf.PhimoeConfig(**TINY, sliding_window=6, num_local_experts=2, **EXPERTS),
+    "dynamic mask": lambda: hf.DogeConfig(**TINY),
+    "two calls per layer": lambda: hf.DiffLlamaConfig(**TINY),
+    "no keyword arguments": lambda: hf.NemotronConfig(**TINY, head_dim=8),
+    "chunks": lambda: hf.Llama4TextConfig(**TINY, **HEADS, num_local_experts=2, intermediate_size_mlp=48),
+}
 
 
 def refusal(model: Any, name: str) -> str:
@@ -100,12 +107,23 @@ def test_a_bidirectional_gemma_is_refused() -> None:
     )
 
 
-def test_a_model_that_ignores_logits_to_keep_is_refused() -> None:
+@pytest.mark.parametrize("kind", ON_OWN_ATTENTION)
+def test_what_paged_attention_cannot_serve_runs_on_its_own_attention(kind: str) -> None:
+    torch.manual_seed(0)
+    model = hf.AutoModelForCausalLM.from_config(ON_OWN_ATTENTION[kind]())
+    assert isinstance(HFModel.wrap_model(model, kind).module_pass, CachePass)
+
+
+def test_a_model_that_ignores_logits_to_keep_gives_those_of_the_rows_asked_for() -> None:
     class Talkative(hf.LlamaForCausalLM):
         def forward(self, *args: Any, logits_to_keep: Any = None, **kwargs: Any) -> Any:
             return super().forward(*args, **kwargs)
 
-    assert "ignores logits_to_keep" in refusal(Talkative(hf.LlamaConfig(**TINY)), "talkative")
+    torch.manual_seed(0)
+    model = Talkative(hf.LlamaConfig(**TINY)).eval()
+    logits = PagedModel(HFModel.wrap_model(model, "talkative")).read({0: [5, 6, 7], 1: [8, 9]}, rows=[1, 4])
+    expected = torch.stack([compute_reference(model, [5, 6])[-1], compute_reference(model, [8, 9])[-1]])
+    assert (logits - expected).abs().max() <= 1e-5
 
 
 def test_kv_memory_is_counted_where_heads_differ_by_layer() -> None:
@@ -119,10 +137,10 @@ def test_kv_memory_is_counted_where_heads_differ_by_layer() -> None:
 
 
 def test_a_refused_model_still_runs_as_it_did() -> None:
-    model = hf.AutoModelForCausalLM.from_config(hf.DogeConfig(**TINY), attn_implementation="eager").eval()
+    model = hf.AutoModelForCausalLM.from_config(hf.BertConfig(**TINY), attn_implementation="eager").eval()
     ids = torch.tensor([[5, 6, 7]])
     before = model(input_ids=ids).logits
-    refusal(model, "doge")
+    refusal(model, "bert")
     assert torch.equal(model(input_ids=ids).logits, before)
 
 
@@ -131,7 +149,7 @@ def test_an_error_without_words_is_a_reason_too() -> None:
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             raise NotImplementedError
 
-    assert "cannot run on paged attention (NotImplementedError" in refusal(Silent(hf.LlamaConfig(**TINY)), "silent")
+    assert "cannot run on a paged KV cache (NotImplementedError" in refusal(Silent(hf.LlamaConfig(**TINY)), "silent")
 
 
 def test_the_probe_sees_every_layer_and_leaves_no_trace() -> None:

@@ -168,6 +168,9 @@ BY_FILE = {
     "tests/models/test_families.py": {
         "test_every_path_of_a_tree_and_what_follows_the_accepted_one": Sample(20, 3),
     },
+    "tests/models/test_family_walk.py": {
+        "test_a_family_has_the_outcome_on_the_page": Sample(12, 60),
+    },
     "tests/models/test_native_decoder.py": {
         "test_on_every_instruction_set_and_every_team": Sample(4, 132),
     },

@@ -63,6 +63,8 @@ class Speculation:
         self.settings = settings
         self.options = options
         self._llms: WeakKeyDictionary[Any, dict[int | None, LLM]] = WeakKeyDictionary()
+        # Attention names with which the engines run a model.
+        self._implementations: WeakKeyDictionary[Any, dict[str, str]] = WeakKeyDictionary()
 
     def __call__(
         self,
@@ -132,10 +134,9 @@ class Speculation:
         prompts = _unpad_prompts(ids, mask) if encoded is None else _build_encoder_prompts(ids, encoded[0], mask)
         with _restore_attention(model, assistant):
             llm = self._get_llm(model, assistant)
-            if encoded is None:
-                model.set_attn_implementation(attention.ATTENTION_NAME)
-            if assistant is not None:
-                assistant.set_attn_implementation(attention.ATTENTION_NAME)
+            for used in (model, assistant):
+                if used is not None:
+                    used.set_attn_implementation(self._implementations[used])
             rows = _generate_rows(llm, ids, prompts, plan, options)
         sequences = _pad_outputs(ids, rows, plan.pad_id)
         if not config.return_dict_in_generate:
@@ -167,6 +168,9 @@ class Speculation:
                 tokenizer=settings.tokenizer,
                 fused=settings.fused,
             )
+            for used in (model, assistant):
+                if used is not None:
+                    self._implementations[used] = attention.read_implementations(used)
         return engines[key]
 
 

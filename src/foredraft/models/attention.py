@@ -30,7 +30,7 @@ def read_implementations(model: Any) -> dict[str, str]:
     names = {"": config._attn_implementation}
     for key in config.sub_configs:
         sub_config = getattr(config, key, None)
-        if sub_config is not None:
+        if sub_config is not None and sub_config._attn_implementation is not None:  # None: no such part was made
             names[key] = sub_config._attn_implementation
     return names
 
@@ -81,7 +81,7 @@ def paged_attention(
         else:
             o = attend_explicit(q, k, v, group.get_bias(sliding_window, q.dtype), scale, softcap, s_aux)
         if group.rows is None:
-            return o, None
+            return o.contiguous(), None  # some models call `view` on it
         if out is None:
             out = o.new_empty(len(packed), *o.shape[2:])
         out[group.rows.flatten()] = o.flatten(0, 1)

@@ -1,10 +1,11 @@
-"""Checks that paged attention can serve a model: its configuration, and a probe pass of two tokens.
+"""Checks that the engine can serve a model, and how: its configuration, a probe pass, and a comparison of logits.
 
 transformers' hook ensures that attention calls our function, but not that tokens interact in no other way. The probe
-pass uses an attention that computes nothing and records its arguments. Each refusal below is for a real model that
-produced wrong text without an error.
+pass uses an attention that computes nothing and records its arguments. A model that fails it may still run on its own
+attention, if its logits over paged KV equal those of its own pass.
 """
 
+import logging
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,11 @@ from transformers.modeling_outputs import BaseModelOutput
 from foredraft.errors import ForedraftError
 from foredraft.kernels.gpu.checks import explain_unsupported_tensors
 from foredraft.models.attention import read_implementations
+from foredraft.models.cache_examination import examine_cache_pass, run_own_pass
+from foredraft.models.cache_pass import RecurrentStateError
+from foredraft.models.packed_pass import ModulePass, PackedPass
+
+log = logging.getLogger(__name__)
 
 PROBE_ATTENTION = "foredraft_probe"
 # Parts of the layer_types of recurrent layers.
@@ -46,26 +52,61 @@ class AttentionCall:
     kernel_obstacle: str | None  # why the kernel of GPUs does not take its tensors; None if it does
 
 
-def examine_causal_lm(model: Any, name: str) -> list[AttentionCall]:
-    """Check a causal LM and record the arguments of every layer's attention.
+@dataclass(frozen=True)
+class CausalExamination:
+    """How a causal LM runs."""
+
+    module_pass: ModulePass
+    kv_elements: int  # numbers in the keys and values of one token, over all layers
+    probe: Callable[[Any], object]  # short pass of the model's own modules
+    calls: tuple[AttentionCall, ...] = ()  # one per layer of a model on paged attention, in the order of the pass
+
+
+def examine_causal_lm(model: Any, name: str) -> CausalExamination:
+    """Check a causal LM and find how it runs: on paged attention, or on its own attention with a paged cache.
 
     Args:
         model: transformers model.
         name: name of the model in errors.
 
-    Returns:
-        One call per layer, in the order of the forward pass.
-
     Raises:
-        ForedraftError: paged attention cannot serve the model; the message has the reason and what to do.
+        ForedraftError: the engine cannot serve the model; the message has the reason and what to do.
     """
-    calls: list[AttentionCall] = []
     reason = _find_config_obstacle(model)
     if reason is None:
-        reason, calls = _find_probe_obstacle(model)
-    if reason is not None:
-        raise ForedraftError(f"{name} ({type(model).__name__}) {reason}{REMEDY}")
-    return calls
+        found = _examine_passes(model)
+        if isinstance(found, CausalExamination):
+            _warn_about_positions(model, name)
+            return found
+        reason = found
+    raise ForedraftError(f"{name} ({type(model).__name__}) {reason}{REMEDY}")
+
+
+def _examine_passes(model: Any) -> CausalExamination | str:
+    """Find the pass of a model, paged attention first; otherwise return the reason why there is none."""
+    obstacle, calls = _find_probe_obstacle(model)
+    if obstacle is None:
+        kv_elements = sum(call.kv_elements for call in calls)
+        return CausalExamination(PackedPass(), kv_elements, probe_attention, tuple(calls))
+    try:
+        examination = examine_cache_pass(model)
+    except RecurrentStateError:
+        return _describe_recurrence("recurrent state")
+    except Exception as error:  # the model's own code may raise any exception in a pass of this kind
+        return f"cannot run on a paged KV cache ({_summarise_error(error)})"
+    if examination.cache_pass is None:
+        return examination.reason
+    return CausalExamination(examination.cache_pass, examination.kv_elements, run_own_pass)
+
+
+def _warn_about_positions(model: Any, name: str) -> None:
+    """Warn about a model whose own pass and transformers' `generate` give a token different positions."""
+    tables = (m for n, m in model.named_modules() if isinstance(m, nn.Embedding) and "position" in n)
+    if any(table.padding_idx is not None for table in tables):
+        log.warning(
+            "%s: its own pass counts positions from its padding token, transformers' generate() from 0; Foredraft does "
+            "as generate()", name,
+        )  # fmt: skip
 
 
 def _find_config_obstacle(model: Any) -> str | None:
@@ -75,23 +116,23 @@ def _find_config_obstacle(model: Any) -> str | None:
     kinds = [str(k) for k in getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()]
     recurrent = [k for k in kinds if any(word in k for word in _RECURRENT_LAYER_WORDS)]
     if recurrent or getattr(model, "_is_stateful", False):
-        state = f"layers of type {recurrent[0]!r}" if recurrent else "recurrent state"
-        return (
-            f"has {state}, which cannot be rolled back when a draft is rejected; the engine does not support it in "
-            "plain decoding either"
-        )
-    if not getattr(model, "_supports_attention_backend", False):
-        return "does not route its attention through transformers' attention interface"
-    if "chunked_attention" in kinds:
-        return "uses chunked attention, which is not supported"
-    if any(
-        isinstance(m, nn.Embedding) and m.padding_idx is not None and "position" in n for n, m in model.named_modules()
-    ):
-        return "counts positions from its padding token, as encoders do; only causal LMs are supported"
+        return _describe_recurrence(f"layers of type {recurrent[0]!r}" if recurrent else "recurrent state")
     return None
 
 
+def _describe_recurrence(state: str) -> str:
+    return (
+        f"has {state}, which cannot be rolled back when a draft is rejected; the engine does not support it in plain "
+        "decoding either"
+    )
+
+
 def _find_probe_obstacle(model: Any) -> tuple[str | None, list[AttentionCall]]:
+    """Return the reason why a model cannot run on paged attention or None, and its attention calls."""
+    if not getattr(model, "_supports_attention_backend", False):
+        return "does not route its attention through transformers' attention interface", []
+    if "chunked_attention" in (getattr(model.config.get_text_config(), "layer_types", None) or ()):
+        return "uses chunked attention", []
     try:
         calls, num_rows = probe_attention(model)
     except Exception as error:  # the model's own code may raise any exception in a pass of this kind

@@ -62,6 +62,8 @@ def _explain_obstacle(model: Any, calls: Sequence[AttentionCall]) -> str | None:
         return "its checkpoint is quantised, and products of its weights are not exact"
     if model.dtype not in DTYPES:
         return f"the kernels take bfloat16, float16 and float32, and its weights are {model.dtype}"
+    if not calls:
+        return "it runs on its own attention, whose sums depend on the pass"
     obstacle = next((call.kernel_obstacle for call in calls if call.kernel_obstacle is not None), None)
     if obstacle is not None:
         return f"its attention does not run on the Triton kernel ({obstacle})"

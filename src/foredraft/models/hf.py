@@ -16,14 +16,12 @@ from foredraft.kernels.linear import DTYPE_KINDS, PackedWeight
 from foredraft.kernels.quantize import PackWeight, select_packers
 from foredraft.kernels.weight_sharing import WeightIndex
 from foredraft.kv.pool import KVPool
-from foredraft.models import attention
-from foredraft.models.compatibility import examine_causal_lm, probe_attention
+from foredraft.models.compatibility import examine_causal_lm
 from foredraft.models.exact import make_exact
 from foredraft.models.forward_batch import AFTER_FINAL_NORM, ForwardBatch
-from foredraft.models.hidden_states import capture_hidden_states
 from foredraft.models.native.decoder import NativeDecoder, explain_unsupported
 from foredraft.models.packed_linear import check_quantizable, list_packed_weights, pack_linears
-from foredraft.models.padded_rows import PaddedRows
+from foredraft.models.packed_pass import ModulePass, PackedPass
 from foredraft.models.recorded_pass import RecordedPasses
 from foredraft.models.truncated_modules import Adapter, truncate_model
 from foredraft.source import EncoderSource
@@ -58,7 +56,7 @@ class LM(Protocol):
 
 @dataclass
 class HFModel:
-    """A transformers causal LM whose class supports the attention interface."""
+    """A transformers causal LM."""
 
     model: Any  # a PreTrainedModel, whose own type annotations are too loose for mypy
     name: str
@@ -68,12 +66,13 @@ class HFModel:
     fused: NativeDecoder | None = None  # native version of the whole model; None = transformers' modules run
     # Held during a pass through transformers' modules. Copies with new KV share the modules and their hooks.
     modules_lock: Lock = field(default_factory=Lock)
+    module_pass: ModulePass = field(kw_only=True, default_factory=PackedPass)  # for transformers' modules
     recorded: RecordedPasses = field(init=False)
     max_context: int | None = field(kw_only=True, default=None)  # tokens; None = the model's own limit
     has_exact_modules: bool = field(kw_only=True, default=False)  # linear layers and norms of `models/exact_modules.py`
 
     def __post_init__(self) -> None:
-        self.recorded = RecordedPasses(self.name, self.pool)
+        self.recorded = RecordedPasses(self.name, self.pool, self.module_pass.recording_obstacle)
 
     @classmethod
     def wrap_model(
@@ -83,7 +82,7 @@ class HFModel:
         """Wrap a loaded model.
 
         Args:
-            model: transformers model; its attention implementation is replaced.
+            model: transformers model; its attention implementation is replaced if it runs on paged attention.
             name: name of the model in errors.
             is_fused: whether to use native code, for the whole model if its architecture is supported. Default False.
             is_owned: whether no other code uses the model, so its weights may be freed. Default False.
@@ -96,23 +95,25 @@ class HFModel:
         """
         model.eval()
         check_quantizable(model, quantization)
-        calls = examine_causal_lm(model, name)
+        examination = examine_causal_lm(model, name)
         count = sum(p.numel() for p in model.parameters())
-        model.set_attn_implementation(attention.ATTENTION_NAME)
+        examination.module_pass.prepare(model)
         is_native = is_fused and model.device.type == "cpu" and load_library() is not None
         packers, fused = select_packers(quantization), None
         if sharer is not None:
             packers = _share_weights(model, sharer, packers)
-        if is_native and explain_unsupported(model) is None:
-            windows = [call.sliding_window for call in sorted(calls, key=lambda call: call.layer)]
+        if is_native and examination.calls and explain_unsupported(model) is None:
+            windows = [call.sliding_window for call in sorted(examination.calls, key=lambda call: call.layer)]
             fused = NativeDecoder.from_model(model, windows, *packers, is_owned)
         elif is_exact:
-            model = make_exact(model, name, is_fused, is_owned, calls)
+            model = make_exact(model, name, is_fused, is_owned, examination.calls)
         elif quantization is not None or (is_native and is_owned and model.dtype in DTYPE_KINDS):
-            model = pack_linears(model, quantization, is_owned, probe_attention, packers)
+            model = pack_linears(model, quantization, is_owned, examination.probe, packers)
         pool = KVPool.for_device(model.device, is_native)
-        elements = sum(call.kv_elements for call in calls)
-        return cls(model, name, pool, elements, count, fused, has_exact_modules=is_exact and fused is None)
+        return cls(
+            model, name, pool, examination.kv_elements, count, fused, module_pass=examination.module_pass,
+            has_exact_modules=is_exact and fused is None,
+        )  # fmt: skip
 
     def with_context(self, max_tokens: int | None) -> "HFModel":
         """Return a copy with a shorter context.
@@ -236,7 +237,7 @@ class HFModel:
         self.check_boundaries(hidden_layers)
         if self.fused is not None:
             return self.fused.forward(forward_batch, self.pool, hidden_layers)
-        run = partial(_run_modules, self.model, self.pool)
+        run = partial(self.module_pass.run, self.model, self.pool)
         with self.modules_lock:
             recorded = self.recorded.run(forward_batch, hidden_layers, run)
             return run(forward_batch, hidden_layers) if recorded is None else recorded
@@ -259,7 +260,7 @@ class HFModel:
 
         def run(forward_batch: ForwardBatch) -> Tensor:
             with self.modules_lock:
-                return _run_modules(model, self.pool, forward_batch)[0]
+                return self.module_pass.run(model, self.pool, forward_batch)[0]
 
         return run
 
@@ -296,22 +297,6 @@ def _share_weights(
     return index.share(packers[0]), index.share(packers[1])
 
 
-def _run_modules(
-    model: Any, pool: KVPool, forward_batch: ForwardBatch | PaddedRows, hidden_layers: tuple[int, ...] = ()
-) -> tuple[Tensor, Tensor | None]:
-    """Run the modules of a model; see LM.forward."""
-    with capture_hidden_states(model, hidden_layers) as captured:
-        logits: Tensor = model(
-            input_ids=forward_batch.tokens,
-            position_ids=forward_batch.positions,
-            use_cache=False,
-            logits_to_keep=forward_batch.logit_rows,
-            forward_batch=forward_batch,
-            pool=pool,
-        ).logits[0]
-    return logits, torch.cat([captured[layer][0] for layer in hidden_layers], -1) if hidden_layers else None
-
-
 def _check_boundaries(hidden_layers: tuple[int, ...], num_layers: int, name: str) -> None:
     """Raise ForedraftError if a model has no such layer boundary."""
     for layer in hidden_layers:
@@ -329,10 +314,13 @@ def _find_context_limit(config: Any) -> int:
     """Find the context limit of a configuration in tokens.
 
     LongRoPE switches its factors at the original context length, by the longest sequence of a batch. Requests of
-    one batch would then influence each other, so the context ends at the switch.
+    one batch would then influence each other, so the context ends at the switch. A mask that keeps the highest of more
+    scores than `keep_window_size` breaks ties by the length of the pass: equal tokens have equal scores.
     """
-    limit = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or MAX_CONTEXT
+    limit = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+    limit = limit or getattr(config, "max_seq_len", None) or MAX_CONTEXT
     rope = getattr(config, "rope_parameters", None) or {}
     by_kind = [rope] if "rope_type" in rope else [kind for kind in rope.values() if isinstance(kind, dict)]
     switches = [kind["original_max_position_embeddings"] for kind in by_kind if kind.get("rope_type") == "longrope"]
-    return int(min([limit, *switches]))
+    kept = getattr(config, "keep_window_size", None)
+    return int(min([limit, *switches, *([kept] if kept else [])]))

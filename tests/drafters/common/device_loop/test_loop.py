@@ -117,7 +117,8 @@ def test_invalid_logits_end_a_draft_and_no_other() -> None:
     twins = make_twins("eagle", 3, DYNAMIC)
     run_steps(twins, [(GREEDY, "match"), (GREEDY, "match"), (SAMPLED, "reject")], [])
     for drafter in (twins.looping, twins.reference):
-        drafter._pending[1].features[-1][-1] = torch.nan
+        last = drafter._pending[1].features[-1]
+        last.rows[last.indices[-1]] = torch.nan
     tree = twins.step([9, 9, 9])
     assert [len(tokens) > 1 for tokens in tree.tokens] == [True, False, True]
 
