@@ -1,6 +1,9 @@
 """Setup of an engine: a target, a drafter and limits in, an engine with KV memory for both out."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import torch
 
 from foredraft.draft_length.adaptive import AdaptiveLengthPolicy
 from foredraft.draft_length.costs import CostCurve
@@ -20,7 +23,9 @@ from foredraft.drafters.user_spec import (
 from foredraft.engine.engine import Engine
 from foredraft.engine.scheduler import SchedulerLimits
 from foredraft.kv.allocator import PageAllocator
+from foredraft.kv.pool import KVPool
 from foredraft.kv.sizing import MemoryLimits
+from foredraft.kv.state_sizing import StatePlan
 
 
 @dataclass(frozen=True)
@@ -63,20 +68,34 @@ class EngineSetup:
         is_adaptive = length is None and (drafter is None or names_method(user_spec))
         memory = spec.draft_kv
         per_token = target.bytes_per_token() + (0 if memory is None else memory.bytes_per_token)
-        num_pages = limits.num_pages(target.context_length, per_token, target.device)
-        for pool in (target.pool, *([] if memory is None else [memory.pool])):
+        pools = [target.pool, *([] if memory is None else [memory.pool])]
+        states = _plan_states(pools, limits, spec.max_nodes, target.device)
+        num_pages = limits.num_pages(target.context_length, per_token, target.device, states.num_bytes)
+        for pool in pools:
             pool.capacity = num_pages * limits.page_size
         engine = Engine(
             target,
             drafters.with_predictions(drafter, name),
             PageAllocator(num_pages, limits.page_size),
-            SchedulerLimits(limits.max_batch, limits.max_step_tokens, draft_limits=parse_batch_size_limits(user_spec)),
+            SchedulerLimits(states.max_batch, limits.max_step_tokens, draft_limits=parse_batch_size_limits(user_spec)),
             target.device,
             is_debug=is_debug,
             prefix_cache=limits.prefix_cache,
             length_policy=create_length_policy(drafter) if is_adaptive else FixedLengthPolicy(),
         )
         return cls(engine, drafter, name, is_adaptive)
+
+
+def _plan_states(pools: Sequence[KVPool], limits: MemoryLimits, max_nodes: int, device: torch.device) -> StatePlan:
+    """Divide the memory of recurrent states, and bound those that the prefix cache keeps."""
+    state_pools = [states for pool in pools for states in pool.state_pools]
+    if not state_pools:
+        return StatePlan.make(0, 0, limits.max_batch, max_nodes)
+    bytes_per_state = sum(states.bytes_per_state for states in state_pools)
+    plan = StatePlan.make(bytes_per_state, limits.get_memory(device), limits.max_batch, max_nodes)
+    for states in state_pools:
+        states.max_page_ends = plan.max_page_ends
+    return plan
 
 
 def create_length_policy(drafter: Drafter | None, curve: CostCurve | None = None) -> DraftLengthPolicy:

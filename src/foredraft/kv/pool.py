@@ -13,6 +13,7 @@ from foredraft.errors import ForedraftError
 from foredraft.kernels.arena import allocate_zeros
 from foredraft.kernels.gpu.loading import GPUKernels, select_kernels
 from foredraft.kv.allocator import NULL_PAGE
+from foredraft.kv.state_pool import StatePool
 
 LayerAddresses: TypeAlias = tuple["ctypes.Array[ctypes.c_void_p]", "ctypes.Array[ctypes.c_void_p]"]
 
@@ -32,6 +33,7 @@ class KVPool:
     layers: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # layer -> (keys, values), each [S, H, D]
     kernels: GPUKernels | None = None  # store, attend and move; None = native kernels or torch's operators
     is_whole: bool = False  # allocate all of `capacity` at once, if it is set
+    states: StatePool | None = None  # of recurrent layers; None = the model has none
     _layer_addresses: "LayerAddresses | None" = None  # cached `addresses`; None after a layer has grown
     _pointer_table: Any = None  # of all layers, for `kernels.move`; None after a layer has grown
 
@@ -42,7 +44,8 @@ class KVPool:
 
     def make_empty(self) -> "KVPool":
         """Return a new pool for the same kernels and the same kind of allocation."""
-        return KVPool(self.is_native, kernels=self.kernels, is_whole=self.is_whole)
+        states = None if self.states is None else self.states.make_empty()
+        return KVPool(self.is_native, kernels=self.kernels, is_whole=self.is_whole, states=states)
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor, num_slots: int) -> tuple[Tensor, Tensor]:
         """Store keys and values of one layer.
@@ -81,9 +84,28 @@ class KVPool:
                     self._grow_layer(values, sample, num_slots),
                 )
 
+    @property
+    def state_pools(self) -> tuple[StatePool, ...]:
+        """Pools of the recurrent states that live on the pages of this pool."""
+        return () if self.states is None else (self.states,)
+
+    def drop_states(self, page: int) -> None:
+        """Free the recurrent states of a page that became free."""
+        for states in self.state_pools:
+            states.drop_page(page)
+
+    def find_valid_start(self, pages: Sequence[int], length: int, page_size: int) -> int:
+        """Return after how many tokens a pass may begin, at most `length`, all of which have KV.
+
+        A recurrent layer can only begin after a token that has a state.
+        """
+        return length if self.states is None else self.states.get_table(page_size).find_last_valid(pages, length)
+
     def clear(self) -> None:
         """Free all tensors; the content is lost."""
         self.layers.clear()
+        if self.states is not None:
+            self.states.clear()
         self._layer_addresses = self._pointer_table = None
 
     @property
@@ -178,7 +200,14 @@ def compact_accepted(
     page_size: int,
     device: torch.device,
 ) -> None:
-    """Move the KV entries of accepted paths to the front of their step; arguments as in `plan_moves`."""
+    """Move the KV entries of accepted paths to the front of their step; arguments as in `plan_moves`.
+
+    Of the states of recurrent layers, the last one of each path stays.
+    """
     sources, targets = plan_moves(paths, starts, pages, page_size)
     if sources:
         pool.move(*torch.tensor([sources, targets]).to(device))  # one transfer
+    if pool.states is not None:
+        table = pool.states.get_table(page_size)
+        for path, start, block_table in zip(paths, starts, pages, strict=True):
+            table.commit(block_table, start, path)

@@ -18,10 +18,15 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from foredraft.errors import ForedraftError
 from foredraft.models.attention import read_implementations
+from foredraft.models.recurrent.examination import (
+    find_state_obstacle,
+    has_recurrent_layers,
+    list_layer_kinds,
+    takes_cache,
+)
+from foredraft.models.recurrent.state_probe import StateProbe
 
 PROBE_ATTENTION = "foredraft_probe"
-# Parts of the layer_types of recurrent layers.
-_RECURRENT_LAYER_WORDS = ("mamba", "linear_attention", "recurrent", "conv", "rwkv", "ssm")
 # Decoder tokens and encoder states of the pass that compares our decoder with the model's.
 COMPARED_LENGTHS = (6, 5)
 # Allowed error of the logits, in units of their standard deviation times the square root of the dtype's epsilon.
@@ -44,43 +49,42 @@ class AttentionCall:
     kv_elements: int  # numbers in the key and the value of one token
 
 
-def examine_causal_lm(model: Any, name: str) -> list[AttentionCall]:
-    """Check a causal LM and record the arguments of every layer's attention.
+@dataclass(frozen=True)
+class LayerRecord:
+    """What a short pass has shown about the layers of a model."""
+
+    calls: list[AttentionCall]  # one per layer with attention, in the order of the forward pass
+    states: StateProbe | None  # of the recurrent layers; None = the model has none
+
+
+def examine_causal_lm(model: Any, name: str) -> LayerRecord:
+    """Check a causal LM, and record every layer's attention and recurrent states.
 
     Args:
         model: transformers model.
         name: name of the model in errors.
 
-    Returns:
-        One call per layer, in the order of the forward pass.
-
     Raises:
         ForedraftError: paged attention cannot serve the model; the message has the reason and what to do.
     """
     calls: list[AttentionCall] = []
-    reason = _find_config_obstacle(model)
+    states = StateProbe() if has_recurrent_layers(model) else None
+    reason = _find_config_obstacle(model, states is not None)
     if reason is None:
-        reason, calls = _find_probe_obstacle(model)
+        reason, calls = _find_probe_obstacle(model, states)
     if reason is not None:
         raise ForedraftError(f"{name} ({type(model).__name__}) {reason}{REMEDY}")
-    return calls
+    return LayerRecord(calls, states if states is not None and states.shapes else None)
 
 
-def _find_config_obstacle(model: Any) -> str | None:
+def _find_config_obstacle(model: Any, is_recurrent: bool) -> str | None:
     if model.config.is_encoder_decoder:
         return "is an encoder-decoder model, which is not loaded as a causal LM"
-    config = model.config.get_text_config()
-    kinds = [str(k) for k in getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()]
-    recurrent = [k for k in kinds if any(word in k for word in _RECURRENT_LAYER_WORDS)]
-    if recurrent or getattr(model, "_is_stateful", False):
-        state = f"layers of type {recurrent[0]!r}" if recurrent else "recurrent state"
-        return (
-            f"has {state}, which cannot be rolled back when a draft is rejected; the engine does not support it in "
-            "plain decoding either"
-        )
-    if not getattr(model, "_supports_attention_backend", False):
+    if is_recurrent and not takes_cache(model):
+        return "keeps its recurrent state in another place than transformers' Cache, so a draft cannot be rolled back"
+    if not is_recurrent and not getattr(model, "_supports_attention_backend", False):
         return "does not route its attention through transformers' attention interface"
-    if "chunked_attention" in kinds:
+    if "chunked_attention" in list_layer_kinds(model):
         return "uses chunked attention, which is not supported"
     if any(
         isinstance(m, nn.Embedding) and m.padding_idx is not None and "position" in n for n, m in model.named_modules()
@@ -89,16 +93,15 @@ def _find_config_obstacle(model: Any) -> str | None:
     return None
 
 
-def _find_probe_obstacle(model: Any) -> tuple[str | None, list[AttentionCall]]:
+def _find_probe_obstacle(model: Any, states: StateProbe | None) -> tuple[str | None, list[AttentionCall]]:
     try:
-        calls, num_rows = probe_attention(model)
+        calls, num_rows = probe_attention(model, states)
     except Exception as error:  # the model's own code may raise any exception in a pass of this kind
         return f"cannot run on paged attention ({_summarise_error(error)})", []
     if num_rows != 1:
         return "returns the logits of all tokens if one is requested (it ignores logits_to_keep)", calls
-    depth = model.config.get_text_config().num_hidden_layers
-    if sorted(call.layer for call in calls) != list(range(depth)):
-        return "does not attend exactly once in every layer, and paged attention has one set of keys per layer", calls
+    if (reason := _find_layer_obstacle(model, calls, states)) is not None:
+        return reason, calls
     max_distance = getattr(model.config.get_text_config(), "max_position_embeddings", None) or _FAR_POSITION
     for call in calls:
         if not call.is_causal:
@@ -106,6 +109,22 @@ def _find_probe_obstacle(model: Any) -> tuple[str | None, list[AttentionCall]]:
         if call.mask is not None and not _is_supported_mask(call.mask, call.sliding_window, max_distance):
             return f"masks the attention of layer {call.layer} in a way that paged attention does not support", calls
     return None, calls
+
+
+def _find_layer_obstacle(model: Any, calls: list[AttentionCall], states: StateProbe | None) -> str | None:
+    """Return why the layers that the probe has seen do not make up the model; None if they do."""
+    layers = sorted(call.layer for call in calls)
+    if states is not None:
+        if layers != sorted(states.attention_layers):
+            return "does not route its attention through transformers' attention interface"
+        is_complete = len(set(layers)) == len(layers)  # other layers have a state, or no link between tokens
+        reason = find_state_obstacle(states)
+    else:
+        is_complete = layers == list(range(model.config.get_text_config().num_hidden_layers))
+        reason = None
+    if not is_complete:
+        return "does not attend exactly once in every layer, and paged attention has one set of keys per layer"
+    return reason
 
 
 def _summarise_error(error: Exception) -> str:
@@ -118,8 +137,12 @@ def _summarise_error(error: Exception) -> str:
 
 
 @torch.no_grad()
-def probe_attention(model: Any) -> tuple[list[AttentionCall], int]:
+def probe_attention(model: Any, states: StateProbe | None = None) -> tuple[list[AttentionCall], int]:
     """Run two tokens through a model with an attention that only records its arguments.
+
+    Args:
+        model: transformers model.
+        states: records the recurrent layers. Default None = the model has none.
 
     Returns:
         The attention calls, and the rows of logits that the model returned when one row was requested.
@@ -128,8 +151,13 @@ def probe_attention(model: Any) -> tuple[list[AttentionCall], int]:
     implementations = read_implementations(model)
     pair = torch.tensor([[0, 1]], device=model.device)
     model.set_attn_implementation(PROBE_ATTENTION)
+    inputs = {"input_ids": pair, "position_ids": pair, "logits_to_keep": pair[0, 1:], "calls": calls}
     try:
-        out = model(input_ids=pair, position_ids=pair, use_cache=False, logits_to_keep=pair[0, 1:], calls=calls)
+        if states is None:
+            out = model(**inputs, use_cache=False)
+        else:
+            with states.watch(model):
+                out = model(**inputs, use_cache=False, cache=states, attention_cache=states)
     finally:
         model.set_attn_implementation(implementations)
     return calls, out.logits.shape[1]
@@ -144,11 +172,12 @@ def _record_attention(
     *,
     sliding_window: int | None = None,
     calls: list[AttentionCall] | None = None,
+    attention_cache: StateProbe | None = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:
     if calls is None:
         raise RuntimeError("keyword arguments do not reach the attention")
-    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    layer = int(module.layer_idx) if attention_cache is None else attention_cache.attention_layer  # type: ignore[arg-type]
     kv_elements = key.shape[1] * (key.shape[3] + value.shape[3])
     calls.append(
         AttentionCall(layer, bool(getattr(module, "is_causal", True)), sliding_window, attention_mask, kv_elements)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from threading import Lock
 from typing import Any, Protocol
 
@@ -16,12 +16,17 @@ from foredraft.kernels.linear import DTYPE_KINDS, PackedWeight
 from foredraft.kernels.quantize import PackWeight, select_packers
 from foredraft.kernels.weight_sharing import WeightIndex
 from foredraft.kv.pool import KVPool
+from foredraft.kv.state_pool import StatePool
 from foredraft.models import attention
 from foredraft.models.compatibility import examine_causal_lm, probe_attention
 from foredraft.models.forward_batch import AFTER_FINAL_NORM, ForwardBatch
 from foredraft.models.hidden_states import capture_hidden_states
 from foredraft.models.native.decoder import NativeDecoder, explain_unsupported
 from foredraft.models.packed_linear import check_quantizable, list_packed_weights, pack_linears
+from foredraft.models.recurrent.examination import compare_passes, compute_expected_logits
+from foredraft.models.recurrent.mixers import install_mixers
+from foredraft.models.recurrent.state_cache import StateCache
+from foredraft.models.recurrent.state_probe import StateProbe
 from foredraft.models.truncated_modules import Adapter, truncate_model
 from foredraft.source import EncoderSource
 
@@ -86,8 +91,11 @@ class HFModel:
         """
         model.eval()
         check_quantizable(model, quantization)
-        calls = examine_causal_lm(model, name)
+        record = examine_causal_lm(model, name)
+        calls, states = record.calls, record.states
         count = sum(p.numel() for p in model.parameters())
+        if states is not None:
+            _install_states(model, name, states)
         model.set_attn_implementation(attention.ATTENTION_NAME)
         is_native = is_fused and model.device.type == "cpu" and load_library() is not None
         packers, fused = select_packers(quantization), None
@@ -97,8 +105,11 @@ class HFModel:
             windows = [call.sliding_window for call in sorted(calls, key=lambda call: call.layer)]
             fused = NativeDecoder.from_model(model, windows, *packers, is_owned)
         elif quantization is not None or (is_native and is_owned and model.dtype in DTYPE_KINDS):
-            model = pack_linears(model, quantization, is_owned, probe_attention, packers)
+            probe = probe_attention if states is None else partial(probe_attention, states=StateProbe())
+            model = pack_linears(model, quantization, is_owned, probe, packers)
         pool = KVPool.for_device(model.device, is_native)
+        if states is not None:
+            pool.states = StatePool(states.shapes, model.device)
         return cls(model, name, pool, sum(call.kv_elements for call in calls), count, fused)
 
     def with_context(self, max_tokens: int | None) -> "HFModel":
@@ -277,17 +288,33 @@ def _share_weights(
     return index.share(packers[0]), index.share(packers[1])
 
 
+def _install_states(model: Any, name: str, states: StateProbe) -> None:
+    """Let the recurrent layers of a model run on packed rows, and check that they compute the same."""
+    expected = compute_expected_logits(model)
+    implementations = attention.read_implementations(model)
+    install_mixers(states.mixers)
+    pool = KVPool.for_device(model.device)
+    pool.states = StatePool(states.shapes, model.device)
+    model.set_attn_implementation(attention.ATTENTION_NAME)
+    try:
+        compare_passes(model, name, expected, lambda batch: _run_modules(model, batch, pool))
+    finally:
+        model.set_attn_implementation(implementations)
+
+
 def _run_modules(model: Any, forward_batch: ForwardBatch, pool: KVPool) -> Tensor:
     """Run the modules of a model and return the logits [R, V]."""
-    logits: Tensor = model(
-        input_ids=forward_batch.tokens,
-        position_ids=forward_batch.positions,
-        use_cache=False,
-        logits_to_keep=forward_batch.logit_rows,
-        forward_batch=forward_batch,
-        pool=pool,
-    ).logits[0]
-    return logits
+    inputs = {
+        "input_ids": forward_batch.tokens,
+        "position_ids": forward_batch.positions,
+        "logits_to_keep": forward_batch.logit_rows,
+        "forward_batch": forward_batch,
+        "pool": pool,
+    }
+    if pool.states is None:
+        return model(**inputs, use_cache=False).logits[0]  # type: ignore[no-any-return]
+    cache = StateCache.start_pass(pool.states, forward_batch)
+    return model(**inputs, use_cache=False, cache=cache, attention_cache=cache).logits[0]  # type: ignore[no-any-return]
 
 
 def _find_context_limit(config: Any) -> int:

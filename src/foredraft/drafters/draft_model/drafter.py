@@ -137,7 +137,7 @@ class DraftModel:
         """Compute the draft KV of all missing committed tokens. Returns logits [R, W] after the last one."""
         spans = []
         for request in requests:
-            start = self.num_valid.get(request.slot, 0)
+            start = self.lm.pool.find_valid_start(request.pages, self.num_valid.get(request.slot, 0), page_size)
             while request.num_tokens - start > PREFILL_CHUNK_TOKENS:
                 self._forward(
                     [_build_chain_span(request, start, start + PREFILL_CHUNK_TOKENS)], page_size, last_only=True
@@ -156,4 +156,5 @@ class DraftModel:
 
 def _build_chain_span(request: Request, start: int, stop: int) -> Span:
     tokens = request.get_tokens(start, stop)
-    return Span(request.pages, start, tokens, range(len(tokens)), source=request.spec.source)
+    source, num_settled = request.spec.source, len(tokens) - 1
+    return Span(request.pages, start, tokens, range(len(tokens)), source=source, num_settled=num_settled)

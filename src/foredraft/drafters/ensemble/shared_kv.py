@@ -11,6 +11,7 @@ from foredraft.kv.draft_kv import DraftKV
 
 if TYPE_CHECKING:
     from foredraft.kv.pool import KVPool
+    from foredraft.kv.state_pool import StatePool
 
 
 class CombinedNumValid(MutableMapping[int, int]):
@@ -42,7 +43,7 @@ class CombinedNumValid(MutableMapping[int, int]):
 
 
 class CombinedPool:
-    """The subset of KVPool that page accounting uses, capacity and clear, over several pools."""
+    """The subset of KVPool that page accounting uses, capacity, states and clear, over several pools."""
 
     def __init__(self, draft_kvs: Sequence[DraftKV]) -> None:
         self._pools = [draft_kv.pool for draft_kv in draft_kvs]
@@ -55,6 +56,10 @@ class CombinedPool:
     def capacity(self, slots: int | None) -> None:
         for pool in self._pools:
             pool.capacity = slots
+
+    @property
+    def state_pools(self) -> tuple["StatePool", ...]:
+        return tuple(states for pool in self._pools for states in pool.state_pools)
 
     def clear(self) -> None:
         for pool in self._pools:

@@ -1,0 +1,103 @@
+"""Checks of a model with recurrent layers: where its states are, and whether our passes compute what it computes."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foredraft.errors import ForedraftError
+from foredraft.models.forward_batch import ForwardBatch, Span
+from foredraft.models.recurrent.state_probe import StateProbe
+
+# Parts of the layer types of recurrent layers. "hybrid" layers have attention and a recurrent part.
+_RECURRENT_LAYER_WORDS = ("mamba", "linear_attention", "recurrent", "conv", "rwkv", "ssm", "hybrid")
+# Allowed error of the logits, in units of their standard deviation times the square root of the dtype's epsilon.
+MAX_LOGIT_ERROR = 2.0
+MAX_COMPARED_TOKEN = 1 << 10  # token ids of the comparison lie below this
+_PROMPT_LENGTH, _NUM_NODES, _WRONG_NODE, _PAGE_SIZE = 3, 5, 1, 4
+_PARENTS = (-1, 0, 0, 2, 3)  # node 1 is a wrong draft token
+
+
+def list_layer_kinds(model: Any) -> list[str]:
+    """List the kinds of a model's layers as its configuration names them; empty if it does not."""
+    config = model.config.get_text_config()
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
+    return [str(kind) for kind in kinds]
+
+
+def has_recurrent_layers(model: Any) -> bool:
+    """Whether a model declares a recurrent state, or layers that have one."""
+    is_declared = bool(getattr(model, "_is_stateful", False))
+    return is_declared or any(word in kind for kind in list_layer_kinds(model) for word in _RECURRENT_LAYER_WORDS)
+
+
+def takes_cache(model: Any) -> bool:
+    """Whether the recurrent layers of a model can get their state from a Cache that we pass."""
+    return "cache" in inspect.signature(model.forward).parameters
+
+
+def find_state_obstacle(probe: StateProbe) -> str | None:
+    """Return why the states that a probe has found cannot be rolled back; None if they can."""
+    if not probe.shapes:
+        return "keeps its recurrent state in another place than transformers' Cache, so a draft cannot be rolled back"
+    for mixer, layer in probe.mixers.items():
+        if any(module is attending for module in mixer.modules() for attending in probe.attending):
+            return (
+                f"keeps a recurrent state inside the attention of layer {layer} ({type(mixer).__name__}), which cannot "
+                "run draft node by draft node"
+            )
+    return None
+
+
+@torch.no_grad()
+def compute_expected_logits(model: Any) -> Tensor:
+    """Compute the logits [N, V] of the compared tokens by the model itself, without cache and without packed rows."""
+    tokens = torch.tensor([_choose_tokens(model)], device=model.device)
+    return model(input_ids=tokens, use_cache=False).logits[0].double()  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def compare_passes(
+    model: Any, name: str, expected: Tensor, run: Callable[[ForwardBatch], Tensor]
+) -> None:
+    """Compare our passes with the model's own: a prompt chunk, then a draft tree with a wrong token.
+
+    Args:
+        model: transformers model.
+        name: name of the model in errors.
+        expected: logits of `compute_expected_logits`.
+        run: our forward pass, from a forward batch to its logits [R, V], with an empty pool.
+
+    Raises:
+        ForedraftError: the logits differ, because a layer keeps a state that was not found, or mixes rows.
+    """
+    tokens = _choose_tokens(model)
+    prompt, drafts = tokens[:_PROMPT_LENGTH], tokens[_PROMPT_LENGTH:]
+    nodes = [*drafts[:_WRONG_NODE], (drafts[_WRONG_NODE] + 1) % model.config.get_text_config().vocab_size]
+    nodes += drafts[_WRONG_NODE:]
+    depths = [0] * _NUM_NODES
+    for node in range(1, _NUM_NODES):
+        depths[node] = depths[_PARENTS[node]] + 1
+    pages = list(range(1, 4))
+    spans = (
+        Span(pages, 0, prompt, range(_PROMPT_LENGTH), num_settled=_PROMPT_LENGTH - 1),
+        Span(pages, _PROMPT_LENGTH, nodes, depths, _PARENTS),
+    )
+    ours = torch.cat([run(ForwardBatch.from_spans([span], _PAGE_SIZE, model.device)) for span in spans]).double()
+    ours = torch.cat([ours[: _PROMPT_LENGTH + _WRONG_NODE], ours[_PROMPT_LENGTH + _WRONG_NODE + 1 :]])
+    # The root mean square, not the maximum: rounding may flip a near tie between experts and change one row.
+    error, spread = (ours - expected).square().mean().sqrt(), expected.std()
+    precision = max(torch.finfo(model.dtype).eps, torch.finfo(torch.float32).eps)
+    if not error <= MAX_LOGIT_ERROR * precision**0.5 * spread:
+        raise ForedraftError(
+            f"{name} ({type(model).__name__}) is not computed right from recurrent states: logits differ by "
+            f"{float(error):.2g}, and their standard deviation is {float(spread):.2g}"
+        )
+
+
+def _choose_tokens(model: Any) -> list[int]:
+    """Choose distinct tokens: those of the prompt, and of the right path of the draft."""
+    max_token = min(model.config.get_text_config().vocab_size, MAX_COMPARED_TOKEN)
+    return [(i * 7 + 3) % max_token for i in range(_PROMPT_LENGTH + _NUM_NODES - 1)]
