@@ -41,13 +41,15 @@ class StatePool:
 
     shapes: Mapping[StateKey, StateShape]
     device: torch.device
+    # Whether the layers compute several tokens from any state in one call; otherwise only from the null state.
+    continues_chunks: bool = True
     max_page_ends: int = 64  # states after page ends that the prefix cache may keep, those of running requests aside
     tensors: dict[StateKey, Tensor] = field(default_factory=dict)  # [S, *size]
     _table: StateTable | None = None
 
     def make_empty(self) -> "StatePool":
         """Return a new pool for states of the same shapes."""
-        return StatePool(self.shapes, self.device, self.max_page_ends)
+        return StatePool(self.shapes, self.device, self.continues_chunks, self.max_page_ends)
 
     @property
     def bytes_per_state(self) -> int:

@@ -18,12 +18,12 @@ from foredraft.kernels.weight_sharing import WeightIndex
 from foredraft.kv.pool import KVPool
 from foredraft.kv.state_pool import StatePool
 from foredraft.models import attention
-from foredraft.models.compatibility import examine_causal_lm, probe_attention
+from foredraft.models.compatibility import REMEDY, examine_causal_lm, probe_attention
 from foredraft.models.forward_batch import AFTER_FINAL_NORM, ForwardBatch
 from foredraft.models.hidden_states import capture_hidden_states
 from foredraft.models.native.decoder import NativeDecoder, explain_unsupported
 from foredraft.models.packed_linear import check_quantizable, list_packed_weights, pack_linears
-from foredraft.models.recurrent.examination import compare_passes, compute_expected_logits
+from foredraft.models.recurrent.examination import compute_expected_logits, measure_error
 from foredraft.models.recurrent.mixers import install_mixers
 from foredraft.models.recurrent.state_cache import StateCache
 from foredraft.models.recurrent.state_probe import StateProbe
@@ -92,10 +92,9 @@ class HFModel:
         model.eval()
         check_quantizable(model, quantization)
         record = examine_causal_lm(model, name)
-        calls, states = record.calls, record.states
+        calls, probe = record.calls, record.states
         count = sum(p.numel() for p in model.parameters())
-        if states is not None:
-            _install_states(model, name, states)
+        states = None if probe is None else _install_states(model, name, probe)
         model.set_attn_implementation(attention.ATTENTION_NAME)
         is_native = is_fused and model.device.type == "cpu" and load_library() is not None
         packers, fused = select_packers(quantization), None
@@ -105,11 +104,10 @@ class HFModel:
             windows = [call.sliding_window for call in sorted(calls, key=lambda call: call.layer)]
             fused = NativeDecoder.from_model(model, windows, *packers, is_owned)
         elif quantization is not None or (is_native and is_owned and model.dtype in DTYPE_KINDS):
-            probe = probe_attention if states is None else partial(probe_attention, states=StateProbe())
-            model = pack_linears(model, quantization, is_owned, probe, packers)
+            run_probe = probe_attention if probe is None else partial(probe_attention, states=StateProbe())
+            model = pack_linears(model, quantization, is_owned, run_probe, packers)
         pool = KVPool.for_device(model.device, is_native)
-        if states is not None:
-            pool.states = StatePool(states.shapes, model.device)
+        pool.states = states
         return cls(model, name, pool, sum(call.kv_elements for call in calls), count, fused)
 
     def with_context(self, max_tokens: int | None) -> "HFModel":
@@ -288,18 +286,29 @@ def _share_weights(
     return index.share(packers[0]), index.share(packers[1])
 
 
-def _install_states(model: Any, name: str, states: StateProbe) -> None:
-    """Let the recurrent layers of a model run on packed rows, and check that they compute the same."""
-    expected = compute_expected_logits(model)
-    implementations = attention.read_implementations(model)
-    install_mixers(states.mixers)
-    pool = KVPool.for_device(model.device)
-    pool.states = StatePool(states.shapes, model.device)
+def _install_states(model: Any, name: str, probe: StateProbe) -> StatePool:
+    """Let the recurrent layers of a model run on packed rows, and check that they compute the same.
+
+    Raises:
+        ForedraftError: they do not, because a layer keeps a state that was not found, or mixes rows.
+    """
+    expected, implementations = compute_expected_logits(model), attention.read_implementations(model)
+    install_mixers(probe.mixers)
     model.set_attn_implementation(attention.ATTENTION_NAME)
+    errors = []
     try:
-        compare_passes(model, name, expected, lambda batch: _run_modules(model, batch, pool))
+        for continues_chunks in (True, False):
+            pool = KVPool.for_device(model.device)
+            pool.states = StatePool(probe.shapes, model.device, continues_chunks)
+            errors.append(measure_error(model, expected, partial(_run_modules, model, pool=pool)))
+            if errors[-1] <= 1:
+                return pool.states.make_empty()
     finally:
         model.set_attn_implementation(implementations)
+    raise ForedraftError(
+        f"{name} ({type(model).__name__}) is not computed right from recurrent states: its logits differ by "
+        f"{min(errors):.2g} times the error that rounding explains{REMEDY}"
+    )
 
 
 def _run_modules(model: Any, forward_batch: ForwardBatch, pool: KVPool) -> Tensor:

@@ -36,15 +36,17 @@ class RunGroup:
     rows: Tensor  # [n, L] packed rows
     start_states: Tensor  # [n]
     end_states: Tensor  # [n]
-    covers_all: bool  # the group is the whole pass, in order
+    starts_empty: bool  # every run begins with the null state
 
 
-def plan_runs(forward_batch: ForwardBatch, table: StateTable) -> list[RunGroup]:
+def plan_runs(forward_batch: ForwardBatch, table: StateTable, continues_chunks: bool = True) -> list[RunGroup]:
     """Plan the runs of a pass and allocate their states.
 
     Args:
         forward_batch: rows of the pass.
         table: states of the pool.
+        continues_chunks: whether the layers compute several rows from any state in one call (`StatePool`).
+            Default True.
 
     Returns:
         Groups in an order in which every start state exists before it is read.
@@ -55,21 +57,21 @@ def plan_runs(forward_batch: ForwardBatch, table: StateTable) -> list[RunGroup]:
     runs: list[Run] = []
     offset = 0
     for span in forward_batch.spans:
-        runs += _plan_span(span, offset, table)
+        runs += _plan_span(span, offset, table, PAGES_BETWEEN_STATES if continues_chunks else None)
         offset += len(span.tokens)
     groups: dict[tuple[int, int], list[Run]] = {}
     for run in runs:
         groups.setdefault((run.level, run.length), []).append(run)
-    return [_make_group(groups[key], offset, forward_batch.device) for key in sorted(groups)]
+    return [_make_group(groups[key], forward_batch.device) for key in sorted(groups)]
 
 
-def _plan_span(span: Span, offset: int, table: StateTable) -> Iterator[Run]:
+def _plan_span(span: Span, offset: int, table: StateTable, pages_between: int | None) -> Iterator[Run]:
     is_first_pass = span.first_node == 0 and span.node_subset is None
     if is_first_pass:
         table.rewind(span.pages, span.start)
     ends: dict[int, tuple[int, int]] = {}  # node -> state after it, and level of the runs that begin there
     row = offset
-    for size, node in _split(span, is_first_pass, table.page_size):
+    for size, node in _split(span, is_first_pass, table.page_size, pages_between):
         parent = node - 1 if span.parents is None or size > 1 else span.parents[node]
         if parent not in ends:
             state = table.find(span.pages, span.start + parent + 1)
@@ -83,34 +85,32 @@ def _plan_span(span: Span, offset: int, table: StateTable) -> Iterator[Run]:
         row += size
 
 
-def _split(span: Span, is_first_pass: bool, page_size: int) -> Iterator[tuple[int, int]]:
+def _split(span: Span, is_first_pass: bool, page_size: int, pages_between: int | None) -> Iterator[tuple[int, int]]:
     """Split a span into runs: (number of rows, first node)."""
     begin = 0
     if is_first_pass and span.num_settled:
         stop = min(span.num_settled + 1, len(span.tokens))  # the node after the settled ones follows them
-        for end in _choose_ends(span.start, stop, page_size):
+        for end in _choose_ends(span.start, stop, page_size, pages_between):
             yield end - begin, begin
             begin = end
     for node in list(span.node_indices)[begin:]:
         yield 1, node
 
 
-def _choose_ends(start: int, stop: int, page_size: int) -> list[int]:
+def _choose_ends(start: int, stop: int, page_size: int, pages_between: int | None) -> list[int]:
     """Choose after how many nodes of a chunk of `stop` nodes a state is kept: its end, and ends of pages.
 
-    These are the last two pages, for requests that share all of the chunk or all but its last token, and every
-    PAGES_BETWEEN_STATES pages.
+    These are the last two pages, for requests that share all of the chunk or all but its last token, and one of
+    every `pages_between` pages; None = no others.
     """
     page_ends = range((start // page_size + 1) * page_size, start + stop, page_size)
-    last = page_ends[-2:]
-    ends = {end - start for end in page_ends if end in last or end // page_size % PAGES_BETWEEN_STATES == 0}
-    return sorted(ends | {stop})
+    kept = {*page_ends[-2:], *(end for end in page_ends if pages_between and end // page_size % pages_between == 0)}
+    return sorted({stop} | {end - start for end in kept})
 
 
-def _make_group(runs: Sequence[Run], num_rows: int, device: torch.device | str) -> RunGroup:
+def _make_group(runs: Sequence[Run], device: torch.device | str) -> RunGroup:
     length = runs[0].length
     firsts, starts, ends = zip(*((run.first_row, run.start_state, run.end_state) for run in runs), strict=True)
-    covers_all = len(runs) * length == num_rows and list(firsts) == list(range(0, num_rows, length))
     packed = torch.tensor([firsts, starts, ends]).to(device)  # one transfer
     rows = packed[0][:, None] + torch.arange(length, device=device)
-    return RunGroup(rows, packed[1], packed[2], covers_all)
+    return RunGroup(rows, packed[1], packed[2], not any(starts))

@@ -38,7 +38,7 @@ class StateCache(Cache):
     def start_pass(cls, pool: StatePool, forward_batch: ForwardBatch) -> "StateCache":
         """Plan the runs of a pass, and allocate their states."""
         table = pool.get_table(forward_batch.page_size)
-        groups = plan_runs(forward_batch, table)
+        groups = plan_runs(forward_batch, table, pool.continues_chunks)
         pool.reserve(table.num_ids)
         return cls(pool, groups)
 
