@@ -63,7 +63,12 @@ HYBRIDS: dict[str, Callable[[], Any]] = {
     "qwen3_next": _configure("Qwen3NextConfig", TINY, DELTA, MOE, num_hidden_layers=2),
     "qwen3_5": _configure("Qwen3_5TextConfig", TINY, DELTA, num_hidden_layers=2),
     "qwen3_5_moe": _configure("Qwen3_5MoeTextConfig", TINY, DELTA, MOE, num_hidden_layers=2),
-    "qwen4_exp": _configure("Qwen4ExpTextConfig", TINY, DELTA, MOE, num_hidden_layers=2),
+    "qwen4_exp": _configure(
+        "Qwen4ExpTextConfig", TINY, DELTA, MOE, num_hidden_layers=2, layer_types=["linear_attention", "indexed_attention"],
+        indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=8, indexer_budget=8, indexer_compress_ratio=4,
+        ple_embed_dim=32, ngram_vocab_size_base=64,
+        split_ngram_parts=4, hc_lowrank=4,
+    ),
     "olmo_hybrid": _configure("OlmoHybridConfig", TINY, DELTA, num_hidden_layers=2),
     "lara_mini": _configure("LaraMiniConfig", TINY, DELTA, MOE, num_hidden_layers=2),
     "kimi_linear": _configure(

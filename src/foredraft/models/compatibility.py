@@ -19,10 +19,10 @@ from transformers.modeling_outputs import BaseModelOutput
 from foredraft.errors import ForedraftError
 from foredraft.models.attention import read_implementations
 from foredraft.models.recurrent.examination import (
+    find_cache_obstacle,
     find_state_obstacle,
     has_recurrent_layers,
     list_layer_kinds,
-    takes_cache,
 )
 from foredraft.models.recurrent.state_probe import StateProbe
 
@@ -47,6 +47,7 @@ class AttentionCall:
     sliding_window: int | None
     mask: Tensor | None
     kv_elements: int  # numbers in the key and the value of one token
+    has_position_bias: bool = False
 
 
 @dataclass(frozen=True)
@@ -80,12 +81,14 @@ def examine_causal_lm(model: Any, name: str) -> LayerRecord:
 def _find_config_obstacle(model: Any, is_recurrent: bool) -> str | None:
     if model.config.is_encoder_decoder:
         return "is an encoder-decoder model, which is not loaded as a causal LM"
-    if is_recurrent and not takes_cache(model):
-        return "keeps its recurrent state in another place than transformers' Cache, so a draft cannot be rolled back"
+    if is_recurrent and (reason := find_cache_obstacle(model)) is not None:
+        return reason
     if not is_recurrent and not getattr(model, "_supports_attention_backend", False):
         return "does not route its attention through transformers' attention interface"
     if "chunked_attention" in list_layer_kinds(model):
         return "uses chunked attention, which is not supported"
+    if "indexed_attention" in list_layer_kinds(model):
+        return "chooses keys with an indexer in its attention, which is not supported"
     if any(
         isinstance(m, nn.Embedding) and m.padding_idx is not None and "position" in n for n, m in model.named_modules()
     ):
@@ -106,6 +109,8 @@ def _find_probe_obstacle(model: Any, states: StateProbe | None) -> tuple[str | N
     for call in calls:
         if not call.is_causal:
             return "lets tokens attend to later tokens; only causal LMs are supported", calls
+        if call.has_position_bias:
+            return f"adds a position bias to the attention of layer {call.layer}, which is not supported", calls
         if call.mask is not None and not _is_supported_mask(call.mask, call.sliding_window, max_distance):
             return f"masks the attention of layer {call.layer} in a way that paged attention does not support", calls
     return None, calls
@@ -173,14 +178,16 @@ def _record_attention(
     sliding_window: int | None = None,
     calls: list[AttentionCall] | None = None,
     attention_cache: StateProbe | None = None,
+    position_bias: Tensor | None = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:
     if calls is None:
         raise RuntimeError("keyword arguments do not reach the attention")
     layer = int(module.layer_idx) if attention_cache is None else attention_cache.attention_layer  # type: ignore[arg-type]
     kv_elements = key.shape[1] * (key.shape[3] + value.shape[3])
+    is_causal = bool(getattr(module, "is_causal", True))
     calls.append(
-        AttentionCall(layer, bool(getattr(module, "is_causal", True)), sliding_window, attention_mask, kv_elements)
+        AttentionCall(layer, is_causal, sliding_window, attention_mask, kv_elements, position_bias is not None)
     )
     num_shared = query.shape[1] // value.shape[1]
     return value.repeat_interleave(num_shared, 1).transpose(1, 2).contiguous(), None

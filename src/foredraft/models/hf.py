@@ -293,7 +293,7 @@ def _install_states(model: Any, name: str, probe: StateProbe) -> StatePool:
         ForedraftError: they do not, because a layer keeps a state that was not found, or mixes rows.
     """
     expected, implementations = compute_expected_logits(model), attention.read_implementations(model)
-    install_mixers(probe.mixers)
+    install_mixers(probe.list_mixers())
     model.set_attn_implementation(attention.ATTENTION_NAME)
     errors = []
     try:

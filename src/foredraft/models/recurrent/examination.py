@@ -1,15 +1,18 @@
 """Checks of a model with recurrent layers: where its states are, and whether our passes compute what it computes."""
 
 import inspect
+import typing
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import Cache
 
 from foredraft.models.forward_batch import ForwardBatch, Span
 from foredraft.models.recurrent.state_probe import StateProbe
 
+OTHER_PLACE = "keeps its recurrent state in another place than transformers' Cache, so a draft cannot be rolled back"
 # Parts of the layer types of recurrent layers. "hybrid" layers have attention and a recurrent part.
 _RECURRENT_LAYER_WORDS = ("mamba", "linear_attention", "recurrent", "conv", "rwkv", "ssm", "hybrid")
 # Allowed error of the logits, in units of their standard deviation times the square root of the dtype's epsilon.
@@ -34,15 +37,22 @@ def has_recurrent_layers(model: Any) -> bool:
     return is_declared or any(word in kind for kind in list_layer_kinds(model) for word in _RECURRENT_LAYER_WORDS)
 
 
-def takes_cache(model: Any) -> bool:
-    """Whether the recurrent layers of a model can get their state from a Cache that we pass."""
-    return "cache" in inspect.signature(model.forward).parameters
+def find_cache_obstacle(model: Any) -> str | None:
+    """Return why the recurrent layers of a model cannot get their states from us; None if nothing is known."""
+    parameters = inspect.signature(model.forward).parameters
+    if "cache" not in parameters:
+        if "past_key_values" in parameters:
+            return "has recurrent layers that this release of transformers runs only with a cache of its own"
+        return OTHER_PLACE
+    # A class of the model's own file: it has its own methods, and the engine does not know them.
+    kinds = [kind for kind in typing.get_args(parameters["cache"].annotation) if kind is not type(None)]
+    return None if all(issubclass(kind, Cache) for kind in kinds) else OTHER_PLACE
 
 
 def find_state_obstacle(probe: StateProbe) -> str | None:
     """Return why the states that a probe has found cannot be rolled back; None if they can."""
     if not probe.shapes:
-        return "keeps its recurrent state in another place than transformers' Cache, so a draft cannot be rolled back"
+        return OTHER_PLACE
     for mixer, layer in probe.mixers.items():
         if any(module is attending for module in mixer.modules() for attending in probe.attending):
             return (

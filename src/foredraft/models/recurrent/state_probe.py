@@ -5,9 +5,11 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import Cache
 
 from foredraft.kv.state_pool import StateKey, StateShape
+from foredraft.models.recurrent.mixers import Projections
 from foredraft.models.recurrent.state_cache import CONV, RECURRENT
 
 
@@ -21,6 +23,10 @@ class StateProbe(Cache):
         self.attention_layers: list[int] = []  # layers that attend, in order
         self.attending: list[nn.Module] = []  # modules that attend, in order
         self._active: list[nn.Module] = []  # modules whose forward runs, innermost last
+        self._inputs: list[Any] = []  # first argument of each of them
+        # (parent, module, input, output) of the linear modules that ran, and (input, output) of those with states
+        self._linear_calls: list[tuple[nn.Module, nn.Module, Any, Any]] = []
+        self._results: dict[nn.Module, tuple[Any, Any]] = {}
 
     @property
     def attention_layer(self) -> int:
@@ -30,18 +36,40 @@ class StateProbe(Cache):
     @contextmanager
     def watch(self, model: nn.Module) -> Iterator[None]:
         """Watch which modules of a model run."""
-        handles = []
+        handles: list[RemovableHandle] = []
         for module in model.modules():
-            handles.append(module.register_forward_pre_hook(lambda m, _: self._active.append(m)))
-            handles.append(module.register_forward_hook(lambda *_: self._pop(), always_call=True))
+            handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
+            handles.append(module.register_forward_hook(self._leave, always_call=True))
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
 
-    def _pop(self) -> None:
+    def list_mixers(self) -> list[tuple[nn.Module, Projections]]:
+        """List the modules that read and write states, with their projections."""
+        return [(mixer, self._find_projections(mixer)) for mixer in self.mixers]
+
+    def _find_projections(self, mixer: nn.Module) -> Projections:
+        given, returned = self._results[mixer]
+        returned = returned[0] if isinstance(returned, tuple) else returned
+        names = {child: name for name, child in mixer.named_children()}
+        calls = [(names[child], x, y) for parent, child, x, y in self._linear_calls if parent is mixer and child in names]
+        inputs = [name for name, x, _ in calls if x is given]
+        outputs = [name for name, _, y in calls if y is returned]
+        return Projections(tuple(inputs), outputs[0] if outputs else None)
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._active.append(module)
+        self._inputs.append(next(iter((*args, *kwargs.values())), None))
+
+    def _leave(self, module: nn.Module, _: Any, output: Any) -> None:
         self._active.pop()
+        given = self._inputs.pop()
+        if isinstance(module, nn.Linear) and self._active:
+            self._linear_calls.append((self._active[-1], module, given, output))
+        elif module in self.mixers:
+            self._results[module] = given, output
 
     # -- the interface of transformers' recurrent layers
 
