@@ -1,11 +1,15 @@
 """Small random models with recurrent layers, by family: state spaces, linear attention, short convolutions."""
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
+import torch
 import transformers as hf
 
-from tests.support.families import EXPERTS, TINY, VOCAB
+from foredraft.models.hf import HFModel
+from tests.support.families import EXACT, EXPERTS, TINY, VOCAB
 
 PAIR = ["linear_attention", "full_attention"]
 STATE_SPACE = {
@@ -63,12 +67,6 @@ HYBRIDS: dict[str, Callable[[], Any]] = {
     "qwen3_next": _configure("Qwen3NextConfig", TINY, DELTA, MOE, num_hidden_layers=2),
     "qwen3_5": _configure("Qwen3_5TextConfig", TINY, DELTA, num_hidden_layers=2),
     "qwen3_5_moe": _configure("Qwen3_5MoeTextConfig", TINY, DELTA, MOE, num_hidden_layers=2),
-    "qwen4_exp": _configure(
-        "Qwen4ExpTextConfig", TINY, DELTA, MOE, num_hidden_layers=2, layer_types=["linear_attention", "indexed_attention"],
-        indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=8, indexer_budget=8, indexer_compress_ratio=4,
-        ple_embed_dim=32, ngram_vocab_size_base=64,
-        split_ngram_parts=4, hc_lowrank=4,
-    ),
     "olmo_hybrid": _configure("OlmoHybridConfig", TINY, DELTA, num_hidden_layers=2),
     "lara_mini": _configure("LaraMiniConfig", TINY, DELTA, MOE, num_hidden_layers=2),
     "kimi_linear": _configure(
@@ -79,10 +77,6 @@ HYBRIDS: dict[str, Callable[[], Any]] = {
         "BailingHybridConfig", TINY, LATENT, num_hidden_layers=2, layer_types=PAIR, num_experts=4,
         num_experts_per_token=2, num_expert_group=1, topk_group=1, experts_implementation="eager",
         mlp_layer_types=["dense", "sparse"],
-    ),
-    "glm5_next": _configure(
-        "Glm5NextConfig", TINY, LATENT, num_hidden_layers=2, layer_types=["linear_attention", "indexed_attention"],
-        n_routed_experts=4, mlp_layer_types=["dense", "sparse"], qk_rope_head_dim=0, **EXPERTS,
     ),
     "lfm2": _configure("Lfm2Config", TINY, num_hidden_layers=2, layer_types=["conv", "full_attention"]),
     "lfm2_moe": _configure(
@@ -97,18 +91,61 @@ HYBRIDS: dict[str, Callable[[], Any]] = {
         "MiniMaxConfig", TINY, num_hidden_layers=2, head_dim=8, layer_types=PAIR, num_local_experts=2, block_size=8,
         **EXPERTS,
     ),
-    "inkling": _configure(
-        "InklingTextConfig", TINY, num_hidden_layers=2, head_dim=8, layer_types=["hybrid_sliding", "hybrid"],
-        swa_num_attention_heads=4, swa_num_key_value_heads=2, swa_head_dim=8, sliding_window_size=6,
-        mlp_layer_types=["dense", "sparse"], moe_intermediate_size=16, n_routed_experts=4, n_shared_experts=1, **EXPERTS,
-    ),
     "zaya": _configure(
         "ZayaConfig", TINY, num_hidden_layers=2, head_dim=8, num_experts=4, moe_intermediate_size=16,
         router_hidden_size=8, layer_types=["hybrid", "hybrid"], experts_implementation="eager",
     ),
+}  # fmt: skip
+
+# Families whose states or attention cannot be served, with the reason.
+REFUSED_HYBRIDS: dict[str, Callable[[], Any]] = {
     "rwkv": _configure("RwkvConfig", STATE_SPACE, attention_hidden_size=32, without=("state_size", "conv_kernel")),
     "xlstm": _configure("xLSTMConfig", STATE_SPACE, num_heads=2, without=("state_size", "conv_kernel")),
     "recurrent_gemma": _configure(
         "RecurrentGemmaConfig", TINY, num_hidden_layers=3, lru_width=32, attention_window_size=64
     ),
+    "qwen4_exp": _configure(
+        "Qwen4ExpTextConfig", TINY, DELTA, MOE, num_hidden_layers=2, layer_types=["linear_attention", "indexed_attention"],
+        indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=8, indexer_budget=8, indexer_compress_ratio=4,
+        ple_embed_dim=32, ngram_vocab_size_base=64,
+        split_ngram_parts=4, hc_lowrank=4,
+    ),
+    "inkling": _configure(
+        "InklingTextConfig", TINY, num_hidden_layers=2, head_dim=8, layer_types=["hybrid_sliding", "hybrid"],
+        swa_num_attention_heads=4, swa_num_key_value_heads=2, swa_head_dim=8, sliding_window_size=6,
+        mlp_layer_types=["dense", "sparse"], moe_intermediate_size=16, n_routed_experts=4, n_shared_experts=1, **EXPERTS,
+    ),
 }  # fmt: skip
+
+# Families whose layers compute in float64 if no module casts to float32 (`Tensor.float`), so that only faults differ.
+EXACT_HYBRIDS = (
+    "mamba", "mamba2", "falcon_mamba", "jamba", "bamba", "granitemoehybrid", "nemotron_h", "zamba", "zamba2", "lfm2",
+    "lfm2_moe", "lfm3", "zaya",
+)  # fmt: skip
+
+
+def make_model(family: str, attention: str = "eager") -> Any:
+    """Make the family's model in float64, for transformers."""
+    torch.manual_seed(0)
+    model = hf.AutoModelForCausalLM.from_config((HYBRIDS | REFUSED_HYBRIDS)[family](), attn_implementation=attention)
+    model.eval().double().set_attn_implementation(attention)
+    model.generation_config.eos_token_id = None  # both sides generate all tokens
+    for module in model.modules():
+        # transformers clamps the time step of Nemotron-H and Zamba-2 in prompts and not in single tokens.
+        if hasattr(module, "time_step_limit"):
+            module.time_step_limit = (0.0, float("inf"))
+    return model
+
+
+@cache
+def make_hybrid(family: str) -> tuple[Any, HFModel]:
+    """Make the family's model for transformers, and its copy for this package."""
+    model = make_model(family, EXACT)
+    return model, HFModel.wrap_model(copy.deepcopy(model), family)
+
+
+def generate_greedily(model: Any, prompt: Sequence[int], count: int) -> list[int]:
+    """Decode with transformers' own `generate`."""
+    ids = torch.tensor([list(prompt)])
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, pad_token_id=0)
+    return list(out[0].tolist()[len(prompt) :])

@@ -292,11 +292,12 @@ def _install_states(model: Any, name: str, probe: StateProbe) -> StatePool:
     Raises:
         ForedraftError: they do not, because a layer keeps a state that was not found, or mixes rows.
     """
-    expected, implementations = compute_expected_logits(model), attention.read_implementations(model)
+    implementations, errors = attention.read_implementations(model), []
     install_mixers(probe.list_mixers())
-    model.set_attn_implementation(attention.ATTENTION_NAME)
-    errors = []
     try:
+        model.set_attn_implementation("eager")  # the model may have been wrapped before
+        expected = compute_expected_logits(model)
+        model.set_attn_implementation(attention.ATTENTION_NAME)
         for continues_chunks in (True, False):
             pool = KVPool.for_device(model.device)
             pool.states = StatePool(probe.shapes, model.device, continues_chunks)
