@@ -29,6 +29,7 @@ LENGTH = 14
 PROMPTS = [[5, 9, 7, 11, 5, 9, 7, 11, 5, 9], tokens(27, seed=1), tokens(3, seed=2), [5, 9] * 6, tokens(27, seed=1)[:20]]
 GREEDY = Sampling(temperature=0, max_tokens=LENGTH, ignore_eos=True)
 LIMITS = MemoryLimits(kv_tokens=96, page_size=4, max_batch=3, max_step_tokens=24)  # with preemptions and chunks
+ROOMY = MemoryLimits(kv_tokens=400, page_size=4)
 FAST = ("mamba2", "jamba", "qwen3_next", "lfm2")
 CHAIN, TREE = {"method": "draft_model"}, {"method": "draft_model", "branching": [2, 2, 1]}
 
@@ -99,15 +100,27 @@ def test_the_output_of_every_family_is_that_of_transformers(family: str, drafter
 @pytest.mark.parametrize("drafter", [CHAIN, TREE], ids=["chain", "tree"])
 def test_every_draft_of_the_target_itself_is_accepted(drafter: dict[str, Any]) -> None:
     """A draft model whose states went wrong after an accepted or rejected path would draft other tokens."""
-    llm = make_llm("qwen3_next", drafter | {"model": make_loaded("qwen3_next")}, MemoryLimits(page_size=4, kv_tokens=400))
+    llm = make_llm("qwen3_next", drafter | {"model": make_loaded("qwen3_next")}, ROOMY)
     for completion in llm.generate(PROMPTS, GREEDY):
         stats = completion.stats
         best_path = stats.num_drafts * 3  # tokens, but for the end of the output
         assert best_path - 3 <= stats.num_accepted <= best_path
 
 
+def test_a_draft_model_that_lost_a_state_computes_its_tokens_again() -> None:
+    llm = make_llm("lfm2", CHAIN | {"model": make_loaded("lfm2")}, ROOMY)
+    draft_kv = llm.engine.drafter.draft_kv
+    assert draft_kv is not None
+    [pool] = draft_kv.pool.state_pools
+    [first] = llm.generate([PROMPTS[1]], GREEDY)
+    pool.get_table(4).trim(0)  # the pages of the hit have draft KV and no state
+    [again] = llm.generate([PROMPTS[1]], GREEDY)
+    assert llm.engine.scheduler.prefix_hits == 24
+    assert (again.token_ids, again.stats.num_accepted) == (first.token_ids, first.stats.num_accepted)
+
+
 def test_a_hit_of_the_prefix_cache_ends_where_a_state_is() -> None:
-    llm = make_llm("qwen3_next", "ngram", MemoryLimits(page_size=4, kv_tokens=400))
+    llm = make_llm("qwen3_next", "ngram", ROOMY)
     first, num_hit = generate_and_count_hits(llm, PROMPTS[1])
     assert num_hit == 0
     again, num_hit = generate_and_count_hits(llm, PROMPTS[1])
@@ -116,7 +129,7 @@ def test_a_hit_of_the_prefix_cache_ends_where_a_state_is() -> None:
     further, num_hit = generate_and_count_hits(llm, PROMPTS[1] + first[:10])
     assert further[:4] == first[10:]
     assert num_hit == 36  # of 37 tokens: pages filled while decoding have states too
-    branch = PROMPTS[1][:18] + [50, 51]
+    branch = [*PROMPTS[1][:18], 50, 51]
     other, num_hit = generate_and_count_hits(llm, branch)
     assert other == generate_greedily(make_model("qwen3_next"), branch, LENGTH)
     assert num_hit == 0  # pages of the first 16 tokens are cached, but no state was kept after them

@@ -105,15 +105,15 @@ REFUSED_HYBRIDS: dict[str, Callable[[], Any]] = {
         "RecurrentGemmaConfig", TINY, num_hidden_layers=3, lru_width=32, attention_window_size=64
     ),
     "qwen4_exp": _configure(
-        "Qwen4ExpTextConfig", TINY, DELTA, MOE, num_hidden_layers=2, layer_types=["linear_attention", "indexed_attention"],
-        indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=8, indexer_budget=8, indexer_compress_ratio=4,
-        ple_embed_dim=32, ngram_vocab_size_base=64,
-        split_ngram_parts=4, hc_lowrank=4,
+        "Qwen4ExpTextConfig", TINY, DELTA, MOE, num_hidden_layers=2, indexer_n_heads=2, indexer_kv_heads=1,
+        layer_types=["linear_attention", "indexed_attention"], indexer_head_dim=8, indexer_budget=8, hc_lowrank=4,
+        indexer_compress_ratio=4, ple_embed_dim=32, ngram_vocab_size_base=64, split_ngram_parts=4,
     ),
     "inkling": _configure(
         "InklingTextConfig", TINY, num_hidden_layers=2, head_dim=8, layer_types=["hybrid_sliding", "hybrid"],
         swa_num_attention_heads=4, swa_num_key_value_heads=2, swa_head_dim=8, sliding_window_size=6,
-        mlp_layer_types=["dense", "sparse"], moe_intermediate_size=16, n_routed_experts=4, n_shared_experts=1, **EXPERTS,
+        mlp_layer_types=["dense", "sparse"], moe_intermediate_size=16, n_routed_experts=4, n_shared_experts=1,
+        **EXPERTS,
     ),
 }  # fmt: skip
 
@@ -147,5 +147,7 @@ def make_hybrid(family: str) -> tuple[Any, HFModel]:
 def generate_greedily(model: Any, prompt: Sequence[int], count: int) -> list[int]:
     """Decode with transformers' own `generate`."""
     ids = torch.tensor([list(prompt)])
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, pad_token_id=0)
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, pad_token_id=0
+    )
     return list(out[0].tolist()[len(prompt) :])

@@ -45,7 +45,8 @@ class StateMemory:
         for pool in self._iterate_pools():
             table = pool.get_table(size)
             if table.num_page_ends > pool.max_page_ends:
-                table.trim(pool.max_page_ends, [r.pages[(r.num_computed - 1) // size] for r in running if r.num_computed])
+                kept = [r.pages[(r.num_computed - 1) // size] for r in running if r.num_computed]
+                table.trim(pool.max_page_ends, kept)
 
     def check_integrity(self, running: Iterable[Request]) -> None:
         """Assert the invariants of all states, given the running requests."""

@@ -38,9 +38,9 @@ class KVPool:
     _pointer_table: Any = None  # of all layers, for `kernels.move`; None after a layer has grown
 
     @classmethod
-    def for_device(cls, device: torch.device, is_native: bool = False) -> "KVPool":
-        """Return an empty pool for a device. On CUDA it is allocated whole."""
-        return cls(is_native, kernels=select_kernels(device), is_whole=device.type == "cuda")
+    def for_device(cls, device: torch.device, is_native: bool = False, states: StatePool | None = None) -> "KVPool":
+        """Return an empty pool for a device. On CUDA its KV is allocated whole."""
+        return cls(is_native, kernels=select_kernels(device), is_whole=device.type == "cuda", states=states)
 
     def make_empty(self) -> "KVPool":
         """Return a new pool for the same kernels and the same kind of allocation."""

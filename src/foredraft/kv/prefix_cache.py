@@ -8,7 +8,7 @@ Draft KV uses the same page ids. For every page the cache records whether its dr
 token ahead (entry t of EAGLE depends on token t + 1), the last entry of a page depends on the first token after the
 page. That token is not part of the hash, so it is recorded too, and has to match at a hit.
 
-A model with recurrent layers can continue only after a token that has a state, so a hit then ends at the last page with a
+A model with recurrent layers can continue only after a token that has a state. A hit then ends with a page that has a
 state after its last token. A page without one is replaced by an equal page that has it.
 
 The cache reads requests and changes none: the scheduler puts the pages of a hit into a block table, and empties it.
@@ -69,8 +69,7 @@ class PrefixCache:
         self.draft_kv_owner: DraftKVOwner = NoDraftKV() if draft_kv_owner is None else draft_kv_owner
         self.is_shared = is_shared
         self.is_active = is_active
-        self.states = states
-        self._index = PageIndex(allocator)
+        self._index = PageIndex(allocator, states)
         self._cached_pages: dict[Request, CachedPages] = {}  # requests that were looked up or inserted
 
     @property
@@ -123,12 +122,8 @@ class PrefixCache:
         cached = self._extend_hashes(request, num_full)
         for i in range(cached.num_offered, num_full):
             digest = cached.hashes[i]
-            page, indexed = request.pages[i], self._index.page_by_hash.get(digest)
-            if indexed is not None and self._can_end_hit(page) and not self._can_end_hit(indexed):
-                self._index.drop(indexed)
-                indexed = None
-            if indexed is None:
-                self._add_page(digest, page, request)
+            if not self._index.holds_equal(digest, request.pages[i]):
+                self._add_page(digest, request.pages[i], request)
         cached.num_offered = num_full
         self._record_draft_kv(request, cached)
 
@@ -185,13 +180,7 @@ class PrefixCache:
             if page is None:
                 break
             pages.append(page)
-        while pages and not self._can_end_hit(pages[-1]):
-            pages.pop()
-        return pages
-
-    def _can_end_hit(self, page: int) -> bool:
-        """Return whether a request can continue after a page."""
-        return self.states is None or self.states.has_page_end(page)
+        return self._index.cut_to_state(pages)
 
     def _extend_hashes(self, request: Request, num_pages: int) -> CachedPages:
         """Compute the missing hashes of the request's first `num_pages` pages."""

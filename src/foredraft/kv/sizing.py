@@ -38,9 +38,7 @@ class MemoryLimits:
         share = GPU_SHARE if device.type == "cuda" else DEFAULT_SHARE
         return int(get_available_memory(device) * share * self.kv_share)
 
-    def num_pages(
-        self, context_length: int, bytes_per_token: int, device: torch.device, state_bytes: int = 0
-    ) -> int:
+    def num_pages(self, context_length: int, bytes_per_token: int, device: torch.device, state_bytes: int = 0) -> int:
         """Return the number of pages, the null page included.
 
         Args:

@@ -17,7 +17,7 @@ class StateKey(NamedTuple):
 
     layer: int
     kind: str  # "conv": the last inputs of a short convolution; "recurrent": the state of a recurrence
-    index: int  # layers may have several states of one kind
+    part: int  # a layer may have several states of one kind
 
 
 class StateShape(NamedTuple):

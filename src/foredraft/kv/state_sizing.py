@@ -1,4 +1,4 @@
-"""Sizes of the memory of recurrent states: how many requests run at once, and how many states the prefix cache keeps."""
+"""Sizes of the memory of recurrent states: requests that run at once, and states that the prefix cache keeps."""
 
 from dataclasses import dataclass
 

@@ -1,8 +1,8 @@
 """Ids of recurrent states by the position of the token after which they stand. It does not depend on torch.
 
-A recurrent layer has no entry per token, but one state after each token. The state after the token at a position has the
-address of that token's KV: a page and an offset. States thus live as long as pages do, follow an accepted path, and are
-shared with the page. Few tokens have one: the last computed token, the nodes of a draft, and the last tokens of pages.
+A recurrent layer has no entry per token, but one state after each token. The state after the token at a position has
+the address of that token's KV: a page and an offset. So states live as long as pages do, follow an accepted path, and
+are shared with the page. Few tokens have one: the last computed token, the nodes of a draft, and the ends of pages.
 """
 
 from collections.abc import Iterable, Sequence

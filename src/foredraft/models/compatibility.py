@@ -51,14 +51,18 @@ class AttentionCall:
 
 
 @dataclass(frozen=True)
-class LayerRecord:
-    """What a short pass has shown about the layers of a model."""
+class ProbeRecord:
+    """Layers of a model, as a short pass has shown them."""
 
     calls: list[AttentionCall]  # one per layer with attention, in the order of the forward pass
     states: StateProbe | None  # of the recurrent layers; None = the model has none
 
+    def repeat(self, model: Any) -> None:
+        """Run the short pass again."""
+        probe_attention(model, None if self.states is None else StateProbe())
 
-def examine_causal_lm(model: Any, name: str) -> LayerRecord:
+
+def examine_causal_lm(model: Any, name: str) -> ProbeRecord:
     """Check a causal LM, and record every layer's attention and recurrent states.
 
     Args:
@@ -75,7 +79,7 @@ def examine_causal_lm(model: Any, name: str) -> LayerRecord:
         reason, calls = _find_probe_obstacle(model, states)
     if reason is not None:
         raise ForedraftError(f"{name} ({type(model).__name__}) {reason}{REMEDY}")
-    return LayerRecord(calls, states if states is not None and states.shapes else None)
+    return ProbeRecord(calls, states if states is not None and states.shapes else None)
 
 
 def _find_config_obstacle(model: Any, is_recurrent: bool) -> str | None:

@@ -18,7 +18,7 @@ from foredraft.kernels.weight_sharing import WeightIndex
 from foredraft.kv.pool import KVPool
 from foredraft.kv.state_pool import StatePool
 from foredraft.models import attention
-from foredraft.models.compatibility import REMEDY, examine_causal_lm, probe_attention
+from foredraft.models.compatibility import REMEDY, examine_causal_lm
 from foredraft.models.forward_batch import AFTER_FINAL_NORM, ForwardBatch
 from foredraft.models.hidden_states import capture_hidden_states
 from foredraft.models.native.decoder import NativeDecoder, explain_unsupported
@@ -92,23 +92,20 @@ class HFModel:
         model.eval()
         check_quantizable(model, quantization)
         record = examine_causal_lm(model, name)
-        calls, probe = record.calls, record.states
         count = sum(p.numel() for p in model.parameters())
-        states = None if probe is None else _install_states(model, name, probe)
+        states = None if record.states is None else _install_states(model, name, record.states)
         model.set_attn_implementation(attention.ATTENTION_NAME)
         is_native = is_fused and model.device.type == "cpu" and load_library() is not None
         packers, fused = select_packers(quantization), None
         if sharer is not None:
             packers = _share_weights(model, sharer, packers)
         if is_native and explain_unsupported(model) is None:
-            windows = [call.sliding_window for call in sorted(calls, key=lambda call: call.layer)]
+            windows = [call.sliding_window for call in sorted(record.calls, key=lambda call: call.layer)]
             fused = NativeDecoder.from_model(model, windows, *packers, is_owned)
         elif quantization is not None or (is_native and is_owned and model.dtype in DTYPE_KINDS):
-            run_probe = probe_attention if probe is None else partial(probe_attention, states=StateProbe())
-            model = pack_linears(model, quantization, is_owned, run_probe, packers)
-        pool = KVPool.for_device(model.device, is_native)
-        pool.states = states
-        return cls(model, name, pool, sum(call.kv_elements for call in calls), count, fused)
+            model = pack_linears(model, quantization, is_owned, record.repeat, packers)
+        pool = KVPool.for_device(model.device, is_native, states)
+        return cls(model, name, pool, sum(call.kv_elements for call in record.calls), count, fused)
 
     def with_context(self, max_tokens: int | None) -> "HFModel":
         """Return a copy with a shorter context.
@@ -299,11 +296,11 @@ def _install_states(model: Any, name: str, probe: StateProbe) -> StatePool:
         expected = compute_expected_logits(model)
         model.set_attn_implementation(attention.ATTENTION_NAME)
         for continues_chunks in (True, False):
-            pool = KVPool.for_device(model.device)
-            pool.states = StatePool(probe.shapes, model.device, continues_chunks)
+            states = StatePool(probe.shapes, model.device, continues_chunks)
+            pool = KVPool.for_device(model.device, states=states)
             errors.append(measure_error(model, expected, partial(_run_modules, model, pool=pool)))
             if errors[-1] <= 1:
-                return pool.states.make_empty()
+                return states.make_empty()
     finally:
         model.set_attn_implementation(implementations)
     raise ForedraftError(

@@ -73,7 +73,8 @@ def test_projections_are_shared_and_found() -> None:
     assert mixer.projections.inputs == ("in_proj_qkvz", "in_proj_ba")
     assert mixer.projections.output == "out_proj"
     calls = []
-    handles = [module.register_forward_hook(lambda *_: calls.append(1)) for module in (mixer.in_proj_qkvz, mixer.out_proj)]
+    projections = (mixer.in_proj_qkvz, mixer.out_proj)
+    handles = [module.register_forward_hook(lambda *_: calls.append(1)) for module in projections]
     paged = PagedModel(lm)
     paged.read({0: tokens(6)}, is_settled=True)
     calls.clear()

@@ -66,7 +66,7 @@ class PackedMixer(nn.Module):
         for group in cache.groups:
             cache.start_group(group)
             can_run_whole = cache.pool.continues_chunks or group.starts_empty
-            for part in [group.rows] if can_run_whole else group.rows.split(1, dim=1):
+            for part in [group.rows] if can_run_whole else group.rows.chunk(group.rows.shape[1], 1):
                 selected = {name: _select(value, part, num_rows) for name, value in arguments.items()}
                 for name, output in shared.items():
                     layer._modules[name].expect(selected[input_name], output[0][part])
@@ -104,7 +104,7 @@ def install_mixers(mixers: Iterable[tuple[nn.Module, Projections]]) -> None:
     for module, projections in mixers:
         # A replaced `forward` would refer to its module, and the cycle would keep an unloaded model in memory.
         mixer: Any = module
-        mixer.__class__ = _make_packed_class(type(module))
+        mixer.__class__ = _make_packed_class(type(module))  # type: ignore[arg-type]
         mixer.projections = projections
 
 

@@ -17,7 +17,7 @@ from foredraft.models.recurrent.runs import RunGroup, plan_runs
 CONV, RECURRENT = "conv", "recurrent"
 
 
-class StateCache(Cache):
+class StateCache(Cache):  # type: ignore[misc]
     """Cache of one forward pass. A layer runs group by group: `start_group`, its forward, `end_group`."""
 
     def __init__(self, pool: StatePool, groups: list[RunGroup]) -> None:
@@ -73,9 +73,7 @@ class StateCache(Cache):
         self._states[key] = inputs[..., inputs.shape[-1] - state.shape[-1] :]
         return inputs
 
-    def update_recurrent_state(
-        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any
-    ) -> Tensor:
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
         self._states[StateKey(layer_idx, RECURRENT, state_idx)] = recurrent_states
         return recurrent_states
 
@@ -94,7 +92,9 @@ class StateCache(Cache):
 
     # -- the interface of attention layers
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
         self.attention_layer = layer_idx
         return key_states, value_states
 

@@ -13,7 +13,7 @@ from foredraft.models.recurrent.mixers import Projections
 from foredraft.models.recurrent.state_cache import CONV, RECURRENT
 
 
-class StateProbe(Cache):
+class StateProbe(Cache):  # type: ignore[misc]
     """Cache without states, for a short pass. It records which module of which layer would keep which state."""
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class StateProbe(Cache):
         given, returned = self._results[mixer]
         returned = returned[0] if isinstance(returned, tuple) else returned
         names = {child: name for name, child in mixer.named_children()}
-        calls = [(names[child], x, y) for parent, child, x, y in self._linear_calls if parent is mixer and child in names]
+        calls = [(names[c], x, y) for parent, c, x, y in self._linear_calls if parent is mixer and c in names]
         inputs = [name for name, x, _ in calls if x is given]
         outputs = [name for name, _, y in calls if y is returned]
         return Projections(tuple(inputs), outputs[0] if outputs else None)
@@ -104,7 +104,9 @@ class StateProbe(Cache):
 
     # -- the interface of attention layers
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
         self.attention_layers.append(layer_idx)
         self.attending.append(self._active[-1])
         return key_states, value_states
