@@ -27,6 +27,7 @@ from transformers.models.auto.modeling_auto import (
 from foredraft import LLM, ForedraftError, Sampling, Seq2Seq
 from foredraft.models.compatibility import REMEDY
 from foredraft.models.encdec import bart, t5
+from tests.support.hybrids import HYBRIDS, REFUSED_HYBRIDS
 
 VOCAB, NEW_TOKENS = 128, 24
 FAULTS = ("differs", "fails")  # kinds of outcomes that are faults of Foredraft
@@ -47,6 +48,8 @@ SIZES = {
     "first_k_dense_replace": 1, "n_shared_experts": 1, "hidden_size_per_layer_input": 16,
     "vocab_size_per_layer_input": VOCAB, "initializer_range": 0.2, "init_std": 0.2, "rotary_dim": 8,
 }  # fmt: skip
+# Models with recurrent layers need sizes that agree with each other: those of the tests.
+RECURRENT = {make().model_type: make for make in (HYBRIDS | REFUSED_HYBRIDS).values()}
 # Changes of SIZES, tried in turn: latent attention needs as many key heads as query heads and derives the head size.
 VARIANTS = ({}, {"num_key_value_heads": 4}, {"num_key_value_heads": 4, "head_dim": None})
 TABLES = re.compile(r"(?<=<!-- models: begin -->\n).*?(?=<!-- models: end -->)", re.DOTALL)
@@ -69,6 +72,9 @@ def list_families(is_seq2seq: bool) -> list[str]:
 
 def make_model(family: str, is_seq2seq: bool, variant: dict[str, int | None]) -> Any:
     """Make a small random model of a family."""
+    torch.manual_seed(0)
+    if family in RECURRENT:
+        return transformers.AutoModelForCausalLM.from_config(RECURRENT[family]()).eval().float()
     all_sizes = {name: value for name, value in (SIZES | variant).items() if value is not None}
     config_class = transformers.CONFIG_MAPPING[family]
     default = config_class()
@@ -80,7 +86,6 @@ def make_model(family: str, is_seq2seq: bool, variant: dict[str, int | None]) ->
         else config_class(**{_find_text_key(default, text_config): text_config.__class__(**sizes).to_dict()})
     )
     auto_class = transformers.AutoModelForSeq2SeqLM if is_seq2seq else transformers.AutoModelForCausalLM
-    torch.manual_seed(0)
     return auto_class.from_config(config).eval().float()
 
 

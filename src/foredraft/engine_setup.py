@@ -94,7 +94,7 @@ def _plan_states(pools: Sequence[KVPool], limits: MemoryLimits, max_nodes: int, 
     bytes_per_state = sum(states.bytes_per_state for states in state_pools)
     plan = StatePlan.make(bytes_per_state, limits.get_memory(device), limits.max_batch, max_nodes)
     for states in state_pools:
-        states.max_page_ends = plan.max_page_ends
+        states.max_page_ends, states.capacity = plan.max_page_ends, plan.num_states + 1  # and the null state
     return plan
 
 

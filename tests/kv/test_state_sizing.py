@@ -11,7 +11,7 @@ MIB = 1 << 20
 
 
 def test_a_model_without_states_keeps_its_batch() -> None:
-    assert StatePlan.make(0, 100 * MIB, 32, 5) == StatePlan(32, 0, 0)
+    assert StatePlan.make(0, 100 * MIB, 32, 5) == StatePlan(32, 0, 0, 0)
 
 
 @pytest.mark.parametrize("memory", [100, 1000, 100_000])

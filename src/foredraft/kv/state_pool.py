@@ -43,13 +43,14 @@ class StatePool:
     device: torch.device
     # Whether the layers compute several tokens from any state in one call; otherwise only from the null state.
     continues_chunks: bool = True
+    capacity: int | None = None  # states for which the tensors grow in advance; None = unlimited
     max_page_ends: int = 64  # states after page ends that the prefix cache may keep, those of running requests aside
     tensors: dict[StateKey, Tensor] = field(default_factory=dict)  # [S, *size]
     _table: StateTable | None = None
 
     def make_empty(self) -> "StatePool":
         """Return a new pool for states of the same shapes."""
-        return StatePool(self.shapes, self.device, self.continues_chunks, self.max_page_ends)
+        return StatePool(self.shapes, self.device, self.continues_chunks)
 
     @property
     def bytes_per_state(self) -> int:
@@ -73,7 +74,7 @@ class StatePool:
         for key, shape in self.shapes.items():
             old = self.tensors.get(key)
             if old is None or len(old) < num_ids:
-                self.tensors[key] = self._grow(old, shape, 1 << (num_ids - 1).bit_length())
+                self.tensors[key] = self._grow(old, shape, self._choose_size(num_ids))
 
     def read(self, key: StateKey, states: Tensor) -> Tensor:
         """Return a copy [n, *size] of the states with these ids."""
@@ -93,6 +94,10 @@ class StatePool:
         """Assert that the null state was never written."""
         for key, tensor in self.tensors.items():
             assert not tensor[NULL_STATE].any(), f"the null state of layer {key.layer} was written"
+
+    def _choose_size(self, num_ids: int) -> int:
+        size = 1 << (num_ids - 1).bit_length()  # doubling keeps the copies a constant share of the writes
+        return size if self.capacity is None else max(min(size, self.capacity), num_ids)
 
     def _grow(self, old: Tensor | None, shape: StateShape, num_ids: int) -> Tensor:
         try:

@@ -16,7 +16,8 @@ class StatePlan:
 
     max_batch: int  # requests per step
     max_page_ends: int  # states that the prefix cache keeps
-    num_bytes: int  # memory of all states, at most
+    num_states: int  # states of the cache and of all requests
+    num_bytes: int  # memory of these states
 
     @classmethod
     def make(cls, bytes_per_state: int, memory: int, max_batch: int, max_nodes: int) -> "StatePlan":
@@ -29,9 +30,10 @@ class StatePlan:
             max_nodes: draft nodes of a request at most.
         """
         if not bytes_per_state:
-            return cls(max_batch, 0, 0)
-        share, per_request = int(memory * STATE_SHARE), bytes_per_state * (max_nodes + STATES_PER_REQUEST)
+            return cls(max_batch, 0, 0, 0)
+        share, per_request = int(memory * STATE_SHARE), max_nodes + STATES_PER_REQUEST
         page_ends = min(int(share * PAGE_END_SHARE) // bytes_per_state, MAX_PAGE_ENDS_PER_REQUEST * max_batch)
         page_ends = max(page_ends, MIN_PAGE_ENDS)
-        batch = max(min((share - page_ends * bytes_per_state) // per_request, max_batch), 1)
-        return cls(batch, page_ends, page_ends * bytes_per_state + batch * per_request)
+        batch = max(min((share // bytes_per_state - page_ends) // per_request, max_batch), 1)
+        num_states = page_ends + batch * per_request
+        return cls(batch, page_ends, num_states, num_states * bytes_per_state)

@@ -55,7 +55,7 @@ class ProbeRecord:
     """Layers of a model, as a short pass has shown them."""
 
     calls: list[AttentionCall]  # one per layer with attention, in the order of the forward pass
-    states: StateProbe | None  # of the recurrent layers; None = the model has none
+    states: StateProbe | None  # of the recurrent layers, if the model declares any
 
     def repeat(self, model: Any) -> None:
         """Run the short pass again."""
@@ -79,7 +79,7 @@ def examine_causal_lm(model: Any, name: str) -> ProbeRecord:
         reason, calls = _find_probe_obstacle(model, states)
     if reason is not None:
         raise ForedraftError(f"{name} ({type(model).__name__}) {reason}{REMEDY}")
-    return ProbeRecord(calls, states if states is not None and states.shapes else None)
+    return ProbeRecord(calls, states)
 
 
 def _find_config_obstacle(model: Any, is_recurrent: bool) -> str | None:
@@ -123,17 +123,13 @@ def _find_probe_obstacle(model: Any, states: StateProbe | None) -> tuple[str | N
 def _find_layer_obstacle(model: Any, calls: list[AttentionCall], states: StateProbe | None) -> str | None:
     """Return why the layers that the probe has seen do not make up the model; None if they do."""
     layers = sorted(call.layer for call in calls)
-    if states is not None:
-        if layers != sorted(states.attention_layers):
-            return "does not route its attention through transformers' attention interface"
-        is_complete = len(set(layers)) == len(layers)  # other layers have a state, or no link between tokens
-        reason = find_state_obstacle(states)
-    else:
-        is_complete = layers == list(range(model.config.get_text_config().num_hidden_layers))
-        reason = None
-    if not is_complete:
+    if layers == list(range(model.config.get_text_config().num_hidden_layers)) and not (states and states.shapes):
+        return None
+    if states is None or len(set(layers)) != len(layers):
         return "does not attend exactly once in every layer, and paged attention has one set of keys per layer"
-    return reason
+    if layers != sorted(states.attention_layers):
+        return "does not route its attention through transformers' attention interface"
+    return find_state_obstacle(states)  # a layer without attention has a state, or no link between tokens
 
 
 def _summarise_error(error: Exception) -> str:

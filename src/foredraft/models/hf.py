@@ -23,7 +23,7 @@ from foredraft.models.forward_batch import AFTER_FINAL_NORM, ForwardBatch
 from foredraft.models.hidden_states import capture_hidden_states
 from foredraft.models.native.decoder import NativeDecoder, explain_unsupported
 from foredraft.models.packed_linear import check_quantizable, list_packed_weights, pack_linears
-from foredraft.models.recurrent.examination import compute_expected_logits, measure_error
+from foredraft.models.recurrent.examination import compute_expected_logits, find_continues_chunks, measure_error
 from foredraft.models.recurrent.mixers import install_mixers
 from foredraft.models.recurrent.state_cache import StateCache
 from foredraft.models.recurrent.state_probe import StateProbe
@@ -283,30 +283,36 @@ def _share_weights(
     return index.share(packers[0]), index.share(packers[1])
 
 
-def _install_states(model: Any, name: str, probe: StateProbe) -> StatePool:
+def _install_states(model: Any, name: str, probe: StateProbe) -> StatePool | None:
     """Let the recurrent layers of a model run on packed rows, and check that they compute the same.
+
+    Returns:
+        An empty pool; None if the model has attention alone, as some of a family with recurrent layers.
 
     Raises:
         ForedraftError: they do not, because a layer keeps a state that was not found, or mixes rows.
     """
-    implementations, errors = attention.read_implementations(model), []
+    implementations = attention.read_implementations(model)
     install_mixers(probe.list_mixers())
+    states = StatePool(probe.shapes, model.device) if probe.shapes else None
+    pool = KVPool.for_device(model.device, states=states)
+    run = partial(_run_modules, model, pool=pool)
     try:
         model.set_attn_implementation("eager")  # the model may have been wrapped before
         expected = compute_expected_logits(model)
         model.set_attn_implementation(attention.ATTENTION_NAME)
-        for continues_chunks in (True, False):
-            states = StatePool(probe.shapes, model.device, continues_chunks)
-            pool = KVPool.for_device(model.device, states=states)
-            errors.append(measure_error(model, expected, partial(_run_modules, model, pool=pool)))
-            if errors[-1] <= 1:
-                return states.make_empty()
+        if states is not None:
+            states.continues_chunks = find_continues_chunks(model, probe, states, run)
+        pool.clear()
+        error = measure_error(model, expected, run)
     finally:
         model.set_attn_implementation(implementations)
-    raise ForedraftError(
-        f"{name} ({type(model).__name__}) is not computed right from recurrent states: its logits differ by "
-        f"{min(errors):.2g} times the error that rounding explains{REMEDY}"
-    )
+    if not error <= 1:
+        raise ForedraftError(
+            f"{name} ({type(model).__name__}) is not computed right from recurrent states: its logits differ by "
+            f"{error:.2g} times the error that rounding explains{REMEDY}"
+        )
+    return states and states.make_empty()
 
 
 def _run_modules(model: Any, forward_batch: ForwardBatch, pool: KVPool) -> Tensor:

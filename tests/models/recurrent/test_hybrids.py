@@ -3,16 +3,22 @@
 Where a family's modules cast to float32, the tests let them cast to float64, so that rounding cannot hide a fault.
 """
 
+import copy
 from random import Random
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
+from foredraft.engine.calibrate import measure_pass_times
+from foredraft.errors import ForedraftError
+from foredraft.kv.allocator import PageAllocator
 from foredraft.models.hf import HFModel
 from foredraft.models.recurrent.mixers import PackedMixer
+from foredraft.models.recurrent.state_cache import StateCache
 from foredraft.tree import TokenTree
-from tests.support.families import VOCAB, PagedModel, compute_reference, tokens
+from tests.support.families import EXACT, VOCAB, PagedModel, compute_reference, tokens
 from tests.support.hybrids import EXACT_HYBRIDS, HYBRIDS, generate_greedily, make_hybrid, make_model
 
 MAX_ERROR, MAX_EXACT_ERROR = 1e-4, 1e-10
@@ -90,6 +96,34 @@ def test_a_wrapped_model_still_generates_as_before() -> None:
     HFModel.wrap_model(model, "qwen3_next")
     model.set_attn_implementation("eager")
     assert generate_greedily(model, prompt, 8) == before
+
+
+def test_a_family_with_recurrent_layers_may_have_attention_alone() -> None:
+    """As Granite 4 Micro, whose type is that of the hybrid models."""
+    config = HYBRIDS["granitemoehybrid"]()
+    config.layer_types = ["full_attention"] * config.num_hidden_layers
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=EXACT).eval().double()
+    lm = HFModel.wrap_model(copy.deepcopy(model), "micro")
+    assert lm.pool.states is None
+    ids = tokens(9)
+    check_close("granitemoehybrid", PagedModel(lm).read({0: ids}), compute_reference(model, ids))
+
+
+def test_layers_that_ignore_the_state_before_a_chunk_are_found() -> None:
+    continues = {family: make_hybrid(family)[1].pool.states.continues_chunks for family in ("mamba2", "jamba", "lfm2")}
+    assert continues == {"mamba2": True, "jamba": False, "lfm2": True}
+
+
+def test_a_layer_that_computes_something_else_from_a_state_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StateCache, "update_recurrent_state", lambda self, states, *_, **__: states)
+    with pytest.raises(ForedraftError, match="is not computed right from recurrent states"):
+        HFModel.wrap_model(make_model("qwen3_next"), "broken")
+
+
+def test_passes_are_measured_after_a_state() -> None:
+    lm = make_hybrid("lfm2")[1].with_new_kv()
+    costs = measure_pass_times(lm, PageAllocator(80, 4), torch.device("cpu"), max_seconds=0.2)
+    assert costs[0][0] == 1
 
 
 def test_states_have_a_size_and_copies_have_their_own() -> None:

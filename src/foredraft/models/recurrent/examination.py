@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
+from foredraft.kv.state_pool import StatePool
 from foredraft.models.forward_batch import ForwardBatch, Span
+from foredraft.models.recurrent.state_cache import RECURRENT
 from foredraft.models.recurrent.state_probe import StateProbe
 
 OTHER_PLACE = "keeps its recurrent state in another place than transformers' Cache, so a draft cannot be rolled back"
@@ -22,6 +24,8 @@ MAX_COMPARED_TOKEN = 1 << 10  # token ids of the comparison lie below this
 _CHUNK, _PAGE_SIZE, _WRONG_NODE = 5, 4, 1
 _PARENTS, _DEPTHS = (-1, 0, 0, 2, 3), (0, 1, 1, 2, 3)
 _NUM_TOKENS = 2 * _CHUNK + len(_PARENTS) - 1
+_PAGES = range(1, 2 + _NUM_TOKENS // _PAGE_SIZE)
+_LARGE = 100.0  # change of a state that shows in every result
 
 
 def list_layer_kinds(model: Any) -> list[str]:
@@ -70,6 +74,36 @@ def compute_expected_logits(model: Any) -> Tensor:
 
 
 @torch.no_grad()
+def find_continues_chunks(
+    model: Any, probe: StateProbe, states: StatePool, run: Callable[[ForwardBatch], Tensor]
+) -> bool:
+    """Find whether a recurrence depends on the state before a chunk of several tokens.
+
+    In some layers of transformers it does so for single tokens only. A large change of the state must change the
+    logits; their difference from the model's own may be too small to see in low precision.
+
+    Args:
+        model: transformers model.
+        probe: states and layers of the model.
+        states: pool of the passes, empty.
+        run: our forward pass, from a forward batch to its logits [R, V].
+    """
+    first_layers = {type(mixer): layer for mixer, layer in reversed(probe.mixers.items())}  # by class of the layer
+    keys = [key for key in probe.shapes if key.kind == RECURRENT and key.layer in first_layers.values()]
+    first, second = [
+        ForwardBatch.from_spans([span], _PAGE_SIZE, model.device) for span in _make_chunks(_choose_tokens(model))
+    ]
+    run(first)
+    state = states.get_table(_PAGE_SIZE).find(_PAGES, _CHUNK)
+    for key in keys:
+        before = run(second)
+        states.tensors[key][state] += _LARGE
+        if torch.equal(run(second), before):
+            return False
+    return True
+
+
+@torch.no_grad()
 def measure_error(model: Any, expected: Tensor, run: Callable[[ForwardBatch], Tensor]) -> float:
     """Measure how far our passes are from the model's own: two prompt chunks, then a draft tree with a wrong token.
 
@@ -81,20 +115,24 @@ def measure_error(model: Any, expected: Tensor, run: Callable[[ForwardBatch], Te
     Returns:
         Root mean square of the difference, in units of the allowed error: up to 1, the passes agree.
     """
-    tokens, pages = _choose_tokens(model), range(1, 2 + _NUM_TOKENS // _PAGE_SIZE)
+    tokens = _choose_tokens(model)
     nodes = tokens[2 * _CHUNK :]
     nodes.insert(_WRONG_NODE, tokens[0])
-    settled = _CHUNK - 1
-    spans = (
-        Span(pages, 0, tokens[:_CHUNK], range(_CHUNK), num_settled=settled),
-        Span(pages, _CHUNK, tokens[_CHUNK : 2 * _CHUNK], range(_CHUNK), num_settled=settled),
-        Span(pages, 2 * _CHUNK, nodes, _DEPTHS, _PARENTS),
-    )
+    spans = (*_make_chunks(tokens), Span(_PAGES, 2 * _CHUNK, nodes, _DEPTHS, _PARENTS))
     ours = torch.cat([run(ForwardBatch.from_spans([span], _PAGE_SIZE, model.device)) for span in spans]).double()
     ours = torch.cat([ours[: 2 * _CHUNK + _WRONG_NODE], ours[2 * _CHUNK + _WRONG_NODE + 1 :]])
     # The root mean square, not the maximum: rounding may flip a near tie between experts and change one row.
     precision = max(torch.finfo(model.dtype).eps, torch.finfo(torch.float32).eps)
     return float((ours - expected).square().mean().sqrt() / (MAX_LOGIT_ERROR * precision**0.5 * expected.std()))
+
+
+def _make_chunks(tokens: list[int]) -> tuple[Span, Span]:
+    """Make two prompt chunks, the second one after the state of the first."""
+    first, second, num_settled = tokens[:_CHUNK], tokens[_CHUNK : 2 * _CHUNK], _CHUNK - 1
+    return (
+        Span(_PAGES, 0, first, range(_CHUNK), num_settled=num_settled),
+        Span(_PAGES, _CHUNK, second, range(_CHUNK), num_settled=num_settled),
+    )
 
 
 def _choose_tokens(model: Any) -> list[int]:
