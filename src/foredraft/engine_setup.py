@@ -1,5 +1,6 @@
 """Setup of an engine: a target, a drafter and limits in, an engine with KV memory for both out."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,6 +27,8 @@ from foredraft.kv.allocator import PageAllocator
 from foredraft.kv.pool import KVPool
 from foredraft.kv.sizing import MemoryLimits
 from foredraft.kv.state_sizing import StatePlan
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,14 @@ def _plan_states(pools: Sequence[KVPool], limits: MemoryLimits, max_nodes: int, 
         return StatePlan.make(0, 0, limits.max_batch, max_nodes)
     bytes_per_state = sum(states.bytes_per_state for states in state_pools)
     plan = StatePlan.make(bytes_per_state, limits.get_memory(device), limits.max_batch, max_nodes)
+    if plan.max_batch < limits.max_batch:
+        log.warning(
+            "recurrent states of %.1f MiB limit the batch to %d of %d requests; give more kv_memory (--kv-memory) or "
+            "shorter drafts",
+            bytes_per_state / 2**20,
+            plan.max_batch,
+            limits.max_batch,
+        )
     for states in state_pools:
         states.max_page_ends, states.capacity = plan.max_page_ends, plan.num_states + 1  # and the null state
     return plan

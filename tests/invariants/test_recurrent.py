@@ -155,6 +155,18 @@ def test_states_for_the_prefix_cache_are_bounded() -> None:
     assert ids(llm.generate(prompts, GREEDY)) == first
 
 
+def test_large_states_limit_the_batch(caplog: pytest.LogCaptureFixture) -> None:
+    llm = make_llm("lfm2", "ngram", MemoryLimits(page_size=4, kv_memory=30_000, max_batch=4))
+    assert "limit the batch to 2 of 4 requests" in caplog.text
+    [pool] = llm.target.pool.state_pools
+    assert pool.capacity is not None
+    assert pool.capacity * pool.bytes_per_state <= 15_000 + pool.bytes_per_state  # half, and the null state
+    expected = generate_expected("lfm2")
+    chosen = [0, 2, 3]  # those that fit
+    assert ids(llm.generate([PROMPTS[i] for i in chosen], GREEDY)) == [expected[i] for i in chosen]
+    assert len(pool.tensors[next(iter(pool.shapes))]) <= pool.capacity
+
+
 def test_a_failed_step_and_an_abort_leave_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, lm = make_scripted_engine("lfm2", random.Random(1))
     transcripts = [make_transcript(prompt, GREEDY, i) for i, prompt in enumerate(PROMPTS[:3])]
@@ -280,10 +292,12 @@ def run_random_steps(family: str, num_steps: int, check_every: int) -> None:
     assert engine.scheduler.prefix_hits > 0
 
 
-@pytest.mark.parametrize("family", ["mamba2", "lfm2"])
-def test_states_after_random_steps_are_those_of_a_fresh_pass(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("family", "num_steps"), [("lfm2", 70), ("mamba2", 35)])
+def test_states_after_random_steps_are_those_of_a_fresh_pass(
+    family: str, num_steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Tensor, "float", Tensor.double)  # modules cast to float32, which would hide a fault
-    run_random_steps(family, 70, 7)
+    run_random_steps(family, num_steps, 7)
 
 
 @pytest.mark.soak

@@ -49,12 +49,9 @@ class StateTable:
 
     def find(self, pages: Sequence[int], length: int) -> int | None:
         """Return the id of the state after the first `length` tokens of a block table; None if there is none."""
-        if not length:
-            return NULL_STATE
-        page, offset = self._locate(pages, length - 1)
-        state = self._by_page.get(page, {}).get(offset)
-        if state is not None and offset == self.page_size - 1:
-            self._touch(page)
+        state = self._look_up(pages, length)
+        if state and length % self.page_size == 0:
+            self._touch(pages[length // self.page_size - 1])
         return state
 
     def has_page_end(self, page: int) -> bool:
@@ -141,7 +138,7 @@ class StateTable:
         """
         expected = {(page, self.page_size - 1) for page in self._page_ends}
         for pages, length in tables:
-            assert self.find(pages, length) is not None, "a request has no state after its computed tokens"
+            assert self._look_up(pages, length) is not None, "a request has no state after its computed tokens"
             if length:
                 expected.add(self._locate(pages, length - 1))
         found = {(page, offset) for page, states in self._by_page.items() for offset in states}
@@ -159,6 +156,12 @@ class StateTable:
     def list_pages(self) -> list[int]:
         """List the pages that have states."""
         return list(self._by_page)
+
+    def _look_up(self, pages: Sequence[int], length: int) -> int | None:
+        if not length:
+            return NULL_STATE
+        page, offset = self._locate(pages, length - 1)
+        return self._by_page.get(page, {}).get(offset)
 
     def _locate(self, pages: Sequence[int], position: int) -> tuple[int, int]:
         return pages[position // self.page_size], position % self.page_size

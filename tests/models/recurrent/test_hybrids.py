@@ -120,6 +120,14 @@ def test_a_layer_that_computes_something_else_from_a_state_is_refused(monkeypatc
         HFModel.wrap_model(make_model("qwen3_next"), "broken")
 
 
+def test_layers_with_a_replaced_forward_are_refused() -> None:
+    model = make_model("lfm2")
+    conv = model.model.layers[0].conv
+    conv.forward = conv.forward  # as the hooks of accelerate
+    with pytest.raises(ForedraftError, match="device_map does so"):
+        HFModel.wrap_model(model, "hooked")
+
+
 def test_passes_are_measured_after_a_state() -> None:
     lm = make_hybrid("lfm2")[1].with_new_kv()
     costs = measure_pass_times(lm, PageAllocator(80, 4), torch.device("cpu"), max_seconds=0.2)

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from foredraft.errors import ForedraftError
 from foredraft.models.recurrent.state_cache import StateCache
 
 PASS_ARGUMENTS = ("forward_batch", "pool", "attention_cache")  # those of our own attention; no recurrent layer has them
@@ -100,8 +101,17 @@ class SharedProjection(nn.Module):
 
 
 def install_mixers(mixers: Iterable[tuple[nn.Module, Projections]]) -> None:
-    """Let recurrent layers run on packed rows. Outside a forward pass of ours they run as before."""
+    """Let recurrent layers run on packed rows. Outside a forward pass of ours they run as before.
+
+    Raises:
+        ForedraftError: hooks replaced the forward of a layer.
+    """
     for module, projections in mixers:
+        if "forward" in vars(module):
+            raise ForedraftError(
+                f"the forward of {type(module).__name__} was replaced (device_map does so), so it cannot run on packed "
+                "rows; load the model on one device"
+            )
         # A replaced `forward` would refer to its module, and the cycle would keep an unloaded model in memory.
         mixer: Any = module
         mixer.__class__ = _make_packed_class(type(module))  # type: ignore[arg-type]
