@@ -301,7 +301,8 @@ def test_states_after_random_steps_are_those_of_a_fresh_pass(
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("family", EXACT_HYBRIDS)
 def test_states_after_many_random_steps(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tensor, "float", Tensor.double)
-    run_random_steps(family, 2000, 10)
+    run_random_steps(family, 2000, 20)
