@@ -111,7 +111,7 @@ def try_family(family: str, is_seq2seq: bool, folder: Path) -> FamilyOutcome:
         [completion] = llm.generate([prompt], Sampling(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True))
     except ForedraftError as error:
         reason = str(error).removesuffix(REMEDY)  # the page names the remedy once
-        return FamilyOutcome(family, "refused", reason.replace(str(folder), "it"))
+        return FamilyOutcome(family, "refused", re.sub(r"^it \((\w+)\)", r"\1", reason.replace(str(folder), "it")))
     except Exception as error:  # any other error is a fault, not a refusal
         return FamilyOutcome(family, "fails", f"{type(error).__name__}: {error}".splitlines()[0])
     if completion.token_ids != expected[-NEW_TOKENS:]:
