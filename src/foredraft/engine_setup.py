@@ -1,7 +1,10 @@
 """Setup of an engine: a target, a drafter and limits in, an engine with KV memory for both out."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import torch
 
 from foredraft.draft_length.adaptive import AdaptiveLengthPolicy
 from foredraft.draft_length.costs import CostCurve
@@ -22,7 +25,11 @@ from foredraft.engine.engine import Engine
 from foredraft.engine.scheduler import SchedulerLimits
 from foredraft.kernels.gpu.graphs import GraphMemory
 from foredraft.kv.allocator import PageAllocator
+from foredraft.kv.pool import KVPool
 from foredraft.kv.sizing import MemoryLimits
+from foredraft.kv.state_sizing import StatePlan
+
+log = logging.getLogger(__name__)
 
 MAX_GRAPH_BYTES = 2 << 30  # memory of the CUDA graphs of an engine
 
@@ -68,9 +75,11 @@ class EngineSetup:
         is_adaptive = not lengths.is_fixed and (drafter is None or names_method(user_spec) or lengths != AUTO_LENGTHS)
         memory = spec.draft_kv
         per_token = target.bytes_per_token() + (0 if memory is None else memory.bytes_per_token)
-        num_pages = limits.num_pages(target.context_length, per_token, target.device)
+        pools = [target.pool, *([] if memory is None else [memory.pool])]
+        states = _plan_states(pools, limits, spec.max_nodes, target.device)
+        num_pages = limits.num_pages(target.context_length, per_token, target.device, states.num_bytes)
         graph_memory = GraphMemory(MAX_GRAPH_BYTES)
-        for pool in (target.pool, *([] if memory is None else [memory.pool])):
+        for pool in pools:
             pool.capacity = num_pages * limits.page_size
             pool.graph_memory = graph_memory
         engine = Engine(
@@ -78,7 +87,7 @@ class EngineSetup:
             drafters.with_predictions(drafter, name),
             PageAllocator(num_pages, limits.page_size),
             SchedulerLimits(
-                limits.max_batch,
+                states.max_batch,
                 limits.max_step_tokens,
                 draft_limits=lengths.lift(longest) if names_method(user_spec) else lengths,
             ),
@@ -88,6 +97,26 @@ class EngineSetup:
             length_policy=create_length_policy(drafter, target.row_buckets) if is_adaptive else FixedLengthPolicy(),
         )
         return cls(engine, drafter, name, is_adaptive)
+
+
+def _plan_states(pools: Sequence[KVPool], limits: MemoryLimits, max_nodes: int, device: torch.device) -> StatePlan:
+    """Divide the memory of recurrent states, and bound those that the prefix cache keeps."""
+    state_pools = [states for pool in pools for states in pool.state_pools]
+    if not state_pools:
+        return StatePlan.make(0, 0, limits.max_batch, max_nodes)
+    bytes_per_state = sum(states.bytes_per_state for states in state_pools)
+    plan = StatePlan.make(bytes_per_state, limits.get_memory(device), limits.max_batch, max_nodes)
+    if plan.max_batch < limits.max_batch:
+        log.warning(
+            "recurrent states of %.1f MiB limit the batch to %d of %d requests; give more kv_memory (--kv-memory) or "
+            "shorter drafts",
+            bytes_per_state / 2**20,
+            plan.max_batch,
+            limits.max_batch,
+        )
+    for states in state_pools:
+        states.max_page_ends, states.capacity = plan.max_page_ends, plan.num_states + 1  # and the null state
+    return plan
 
 
 def create_length_policy(

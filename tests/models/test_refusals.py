@@ -15,24 +15,14 @@ from foredraft.models.cache_pass import CachePass
 from foredraft.models.compatibility import probe_attention
 from foredraft.models.hf import HFModel
 from tests.support.families import EXPERTS, TINY, VOCAB, PagedModel, compute_reference, make_family
+from tests.support.hybrids import REFUSED_HYBRIDS
 
 HEADS = {"head_dim": 8}
-STATE = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2}
-JAMBA = {
-    "use_mamba_kernels": False,
-    "mamba_d_state": 4,
-    "mamba_dt_rank": 4,
-    "num_experts": 2,
-    "attn_layer_period": 2,
-    "attn_layer_offset": 1,
-}
-HYBRID = {
-    "num_experts": 2,
-    "moe_intermediate_size": 8,
-    "shared_expert_intermediate_size": 8,
-    "full_attention_interval": 2,
-    **HEADS,
-}
+PLACE = "keeps its recurrent state in another place than transformers' Cache"
+RECURRENT = {
+    "rwkv": PLACE, "xlstm": PLACE, "recurrent_gemma": PLACE, "qwen4_exp": "chooses keys with an indexer",
+    "inkling": "adds a position bias to the attention of layer 0",
+}  # fmt: skip
 
 SMALL_DECODER = {
     "vocab_size": VOCAB,
@@ -43,14 +33,7 @@ SMALL_DECODER = {
 }
 
 REFUSED = {
-    "mamba": (lambda: hf.MambaConfig(**STATE, state_size=4), "'linear_attention', which cannot be rolled back"),
-    "rwkv": (lambda: hf.RwkvConfig(**STATE, attention_hidden_size=32), "recurrent state, which cannot be rolled back"),
-    "jamba": (lambda: hf.JambaConfig(**TINY, **JAMBA), "'linear_attention', which cannot be rolled back"),
-    "qwen3_next": (lambda: hf.Qwen3NextConfig(**TINY, **HYBRID), "'linear_attention', which cannot be rolled back"),
-    "falcon_h1": (
-        lambda: hf.FalconH1Config(**TINY, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8),
-        "recurrent state",
-    ),
+    **{family: (REFUSED_HYBRIDS[family], reason) for family, reason in RECURRENT.items()},
     "openai-gpt": (lambda: hf.OpenAIGPTConfig(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4), "keeps no KV cache"),
     "xlm": (lambda: hf.XLMConfig(vocab_size=VOCAB, emb_dim=32, n_layers=2, n_heads=4), "attend to later tokens"),
 }

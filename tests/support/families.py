@@ -152,7 +152,7 @@ class PagedModel:
     tables: dict[int, list[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.lm.pool.layers.clear()
+        self.lm.pool.clear()
         self._shuffled = (torch.randperm(150, generator=torch.Generator().manual_seed(7)) + 1).tolist()
 
     def get_table(self, request: int) -> list[int]:
@@ -162,12 +162,21 @@ class PagedModel:
 
     @torch.inference_mode()
     def read(
-        self, chunks: dict[int, Sequence[int]], rows: Sequence[int] | None = None, hidden_layers: tuple[int, ...] = ()
+        self,
+        chunks: dict[int, Sequence[int]],
+        rows: Sequence[int] | None = None,
+        hidden_layers: tuple[int, ...] = (),
+        is_settled: bool = False,
     ) -> Any:
-        """Run one pass over a run of tokens for every request; returns all rows' logits unless some are named."""
+        """Run one pass over a run of tokens for every request; returns all rows' logits unless some are named.
+
+        A settled run is a prompt chunk: a recurrent layer keeps few states of it.
+        """
         spans = []
         for request, chunk in chunks.items():
-            spans.append(Span(self.get_table(request), self.held.get(request, 0), list(chunk), range(len(chunk))))
+            num_settled = len(chunk) - 1 if is_settled else 0
+            start, size = self.held.get(request, 0), len(chunk)
+            spans.append(Span(self.get_table(request), start, list(chunk), range(size), num_settled=num_settled))
             self.held[request] = self.held.get(request, 0) + len(chunk)
         wanted = range(sum(len(span.tokens) for span in spans)) if rows is None else rows
         logits, features = self.lm.forward(ForwardBatch.build(spans, list(wanted), PAGE_SIZE, "cpu"), hidden_layers)

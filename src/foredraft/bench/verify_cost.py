@@ -70,7 +70,8 @@ def measure_costs(
     tokens = torch.randint(target.vocab_size, (context + max(rows),), generator=generator).tolist()
 
     def build_batch(start: int, count: int, logit_rows: Sequence[int]) -> ForwardBatch:
-        span = Span(pages, start, tokens[start : start + count], range(count))
+        num_settled = 0 if start else count - 1  # the context is a chunk, and the rows after it may be rejected
+        span = Span(pages, start, tokens[start : start + count], range(count), num_settled=num_settled)
         return ForwardBatch.build([span], logit_rows, page_size, target.device)
 
     times: dict[int, list[float]] = {count: [] for count in rows}

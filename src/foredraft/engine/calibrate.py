@@ -51,7 +51,7 @@ def measure_pass_times(
         return []
     allocator.grow(pages, length + max(ROWS_PER_REQUEST, MAX_SINGLE_ROWS))
     try:
-        build_batch = _make_batch_builder(pages, length, allocator.page_size, device, source)
+        build_batch = _make_batch_builder(target, pages, length, allocator.page_size, device, source)
         return _measure_row_counts(target, build_batch, row_counts, device, max_seconds, clock)
     finally:
         allocator.free(pages)
@@ -90,7 +90,7 @@ def _time_pass(target: LM, batch: ForwardBatch, device: torch.device, clock: Cal
 
 
 def _make_batch_builder(
-    pages: list[int], length: int, page_size: int, device: torch.device, source: EncoderSource | None
+    target: LM, pages: list[int], length: int, page_size: int, device: torch.device, source: EncoderSource | None
 ) -> Callable[[int], ForwardBatch]:
     """Return a function that builds a batch with a given number of rows.
 
@@ -100,6 +100,8 @@ def _make_batch_builder(
     def build_batch(rows: int) -> ForwardBatch:
         rows_each = rows if rows <= MAX_SINGLE_ROWS else ROWS_PER_REQUEST
         sizes = [rows_each] * (rows // rows_each) + ([rows % rows_each] if rows % rows_each else [])
+        if target.pool.states is not None:  # the rows continue after a state, whose value does not affect the time
+            target.pool.states.get_table(page_size).add(pages, length - 1)
         spans = [Span(pages, length, [1] * size, range(size), source=source) for size in sizes]
         return ForwardBatch.build(spans, range(rows), page_size, device)
 

@@ -1,4 +1,4 @@
-"""Compaction of the target's KV after a step."""
+"""Compaction of the target's KV and recurrent states after a step."""
 
 import torch
 
@@ -17,7 +17,8 @@ def compact_kv(pool: KVPool, batch: Batch, commit: Commit, device: torch.device)
         device: device of the pool.
     """
     # The nodes of a path increase from 0. So a path is 0, 1, 2 and so on if its last node is its length - 1.
-    moved = [b for b, path in enumerate(commit.paths) if path and path[-1] >= len(path)]
+    has_states = pool.states is not None  # then the rejected nodes have states to free
+    moved = [b for b, path in enumerate(commit.paths) if has_states or (path and path[-1] >= len(path))]
     if moved:
         requests = [batch.requests[b] for b in moved]
         starts, pages = [r.num_computed for r in requests], [r.pages for r in requests]

@@ -80,7 +80,10 @@ class Engine:
         """
         self.target = target
         self.drafter = SandboxedDrafter(drafter, target.vocab_size, clock=clock)
-        self.scheduler = Scheduler(allocator, limits, PrefixCache(allocator, self.drafter, is_shared=prefix_cache))
+        tables = [pool.get_table(allocator.page_size) for pool in target.pool.state_pools]
+        states = tables[0] if tables else None
+        cache = PrefixCache(allocator, self.drafter, is_shared=prefix_cache, states=states)
+        self.scheduler = Scheduler(allocator, limits, cache)
         self.memory = RequestMemory(self.scheduler, self.drafter, length_policy or FixedLengthPolicy(), target.pool)
         self.planner = BatchPlanner(self.scheduler, self.drafter, self.memory)
         self.transcripts: dict[Request, Transcript] = {}  # requests that have not ended: text and statistics
@@ -236,6 +239,7 @@ class Engine:
         self.planner.mask_budget.record_step(batch.requests, report.step_time)
         if self.is_debug:
             self.scheduler.check_integrity()
+            self.memory.states.check_integrity(self.scheduler.running)
         elif not self.has_work:
             self.scheduler.check_idle()
         self.current_requests = ()

@@ -6,6 +6,7 @@ from foredraft.draft_length.policy import DraftLengthPolicy
 from foredraft.engine.releases import NO_RELEASES
 from foredraft.engine.sandbox import SandboxedDrafter
 from foredraft.engine.scheduler import Scheduler
+from foredraft.engine.state_memory import StateMemory
 from foredraft.errors import ForedraftError
 from foredraft.kv.pool import KVPool
 from foredraft.request import Request
@@ -33,6 +34,7 @@ class RequestMemory:
         self.drafter = drafter
         self.length_policy = length_policy  # `LLM.calibrate` replaces it, by `Engine.length_policy`
         self.target_pool = target_pool
+        self.states = StateMemory(scheduler.allocator, target_pool, drafter)
 
     def check_fits(self, request: Request) -> None:
         """Raise ForedraftError if the request needs more KV memory than the pool has."""
@@ -56,6 +58,7 @@ class RequestMemory:
         if releases is not NO_RELEASES:
             self.drafter.flush(releases.unwritten_slots)  # writes their pending draft KV
             self._forget(self.scheduler.preempt(releases.preempted))
+        self.states.trim(self.scheduler.running)
 
     def remove(self, requests: Sequence[Request], failed: frozenset[Request] = frozenset()) -> None:
         """Remove requests and free their memory.

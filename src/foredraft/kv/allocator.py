@@ -25,6 +25,7 @@ class PageAllocator:
         self.num_pages = num_pages
         self.page_size = page_size
         self.on_evict: Callable[[int], None] = lambda page: None  # called before a cached page is freed for another use
+        self.on_free: Callable[[int], None] | None = None  # called after a page has become free; None = not called
         self.reset()
 
     def reset(self) -> None:
@@ -62,6 +63,10 @@ class PageAllocator:
         """Return the number of pages that become available if all these block tables are freed."""
         counts = Counter(page for table in tables for page in table)
         return sum(self._num_holders[page] == count for page, count in counts.items())
+
+    def is_in_use(self, page: int) -> bool:
+        """Whether a page is used or cached."""
+        return self._num_holders[page] > 0 or page in self._cached
 
     def is_cacheable(self, page: int) -> bool:
         """Whether a page becomes cached when its last holder frees it."""
@@ -111,7 +116,7 @@ class PageAllocator:
                 if page in self._cacheable:
                     self._cached[page] = None
                 else:
-                    heapq.heappush(self._free, page)
+                    self._put_free(page)
 
     def acquire(self, pages: Sequence[int]) -> None:
         """Add one holder to each of these cacheable pages.
@@ -136,13 +141,18 @@ class PageAllocator:
         self._cacheable.discard(page)
         if page in self._cached:
             del self._cached[page]
-            heapq.heappush(self._free, page)
+            self._put_free(page)
 
     def touch(self, page: int) -> None:
         """Mark a cached page as most recently used."""
         if page in self._cached:
             del self._cached[page]
             self._cached[page] = None
+
+    def _put_free(self, page: int) -> None:
+        heapq.heappush(self._free, page)
+        if self.on_free is not None:
+            self.on_free(page)
 
     def _evict(self) -> None:
         page = next(iter(self._cached))

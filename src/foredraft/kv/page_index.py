@@ -7,6 +7,7 @@ from hashlib import blake2b
 
 from foredraft.kv.allocator import PageAllocator
 from foredraft.kv.draft_kv import DraftKV
+from foredraft.kv.state_table import StateTable
 from foredraft.kv.weak import bind_weakly
 from foredraft.request import Request
 
@@ -17,13 +18,15 @@ ANY_NEXT_TOKEN = -1  # recorded if the draft KV of a page does not depend on the
 class PageIndex:
     """Tables of the pages that a prefix cache can find. The key of the hashes is random per index."""
 
-    def __init__(self, allocator: PageAllocator) -> None:
+    def __init__(self, allocator: PageAllocator, states: StateTable | None = None) -> None:
         """Begin without a page.
 
         Args:
             allocator: allocator of the pages; the index sets its `on_evict`.
+            states: recurrent states of the target by position. Default None = no recurrent layer.
         """
         self.allocator = allocator
+        self.states = states
         self._key = os.urandom(32)
         self.page_by_hash: dict[bytes, int] = {}
         self.hash_by_page: dict[int, bytes] = {}
@@ -42,6 +45,24 @@ class PageIndex:
             tokens = array("q", request.get_tokens(i * page_size, (i + 1) * page_size)).tobytes()
             last = blake2b(last + tokens, key=self._key, digest_size=HASH_BYTES).digest()
             hashes.append(last)
+
+    def holds_equal(self, digest: bytes, page: int) -> bool:
+        """Return whether a page with these tokens is in the index that serves as well as `page`.
+
+        A page without a recurrent state is removed if `page` has one.
+        """
+        indexed = self.page_by_hash.get(digest)
+        if indexed is None:
+            return False
+        if self._can_continue(page) and not self._can_continue(indexed):
+            self.drop(indexed)
+            return False
+        return True
+
+    def cut_to_state(self, pages: list[int]) -> list[int]:
+        """Return the leading pages up to the last one after which a request can continue."""
+        length = next((i for i in range(len(pages), 0, -1) if self._can_continue(pages[i - 1])), 0)
+        return pages[:length]
 
     def add(self, digest: bytes, page: int, writer: Request) -> None:
         """Add a page that `writer` has filled, and make it cacheable."""
@@ -87,6 +108,9 @@ class PageIndex:
             "draft KV is recorded for a page that is not indexed"
         )
         assert self.writers.keys() <= self.hash_by_page.keys(), "a writer is recorded for a page that is not indexed"
+
+    def _can_continue(self, page: int) -> bool:
+        return self.states is None or self.states.has_page_end(page)
 
     def _forget(self, page: int) -> None:
         del self.page_by_hash[self.hash_by_page.pop(page)]

@@ -14,6 +14,7 @@ from foredraft.kernels.arena import allocate_zeros
 from foredraft.kernels.gpu.graphs import GraphMemory, Recorder, make_recorder
 from foredraft.kernels.gpu.loading import GPUKernels, select_kernels
 from foredraft.kv.allocator import NULL_PAGE
+from foredraft.kv.state_pool import StatePool
 
 LayerAddresses: TypeAlias = tuple["ctypes.Array[ctypes.c_void_p]", "ctypes.Array[ctypes.c_void_p]"]
 
@@ -36,19 +37,24 @@ class KVPool:
     recorder: Recorder | None = None  # records passes over this pool; None = every launch is made anew
     graph_memory: GraphMemory | None = None  # for the recordings; None = no pass is recorded
     layout_version: int = 0  # changes with the addresses of the tensors
+    states: StatePool | None = None  # of recurrent layers; None = the model has none
     _layer_addresses: "LayerAddresses | None" = None  # cached `addresses`; None after a layer has grown
     _pointer_table: Any = None  # of all layers, for `kernels.move`; None after a layer has grown
 
     @classmethod
-    def for_device(cls, device: torch.device, is_native: bool = False) -> "KVPool":
-        """Return an empty pool for a device. On CUDA it is allocated whole."""
+    def for_device(cls, device: torch.device, is_native: bool = False, states: StatePool | None = None) -> "KVPool":
+        """Return an empty pool for a device. On CUDA its KV is allocated whole."""
         kernels = select_kernels(device)
-        recorder = None if kernels is None else make_recorder(device)
-        return cls(is_native, kernels=kernels, is_whole=device.type == "cuda", recorder=recorder)
+        # passes with recurrent states are planned on the host
+        recorder = None if kernels is None or states is not None else make_recorder(device)
+        return cls(is_native, kernels=kernels, is_whole=device.type == "cuda", recorder=recorder, states=states)
 
     def make_empty(self) -> "KVPool":
         """Return a new pool for the same kernels and the same kind of allocation."""
-        return KVPool(self.is_native, kernels=self.kernels, is_whole=self.is_whole, recorder=self.recorder)
+        states = None if self.states is None else self.states.make_empty()
+        return KVPool(
+            self.is_native, kernels=self.kernels, is_whole=self.is_whole, recorder=self.recorder, states=states
+        )
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor, num_slots: int) -> tuple[Tensor, Tensor]:
         """Store keys and values of one layer.
@@ -87,9 +93,28 @@ class KVPool:
                     self._grow_layer(values, sample, num_slots),
                 )
 
+    @property
+    def state_pools(self) -> tuple[StatePool, ...]:
+        """Pools of the recurrent states that live on the pages of this pool."""
+        return () if self.states is None else (self.states,)
+
+    def drop_states(self, page: int) -> None:
+        """Free the recurrent states of a page that became free."""
+        for states in self.state_pools:
+            states.drop_page(page)
+
+    def find_valid_start(self, pages: Sequence[int], length: int, page_size: int) -> int:
+        """Return after how many tokens a pass may begin, at most `length`, all of which have KV.
+
+        A recurrent layer can only begin after a token that has a state.
+        """
+        return length if self.states is None else self.states.get_table(page_size).find_last_valid(pages, length)
+
     def clear(self) -> None:
         """Free all tensors; the content is lost."""
         self.layers.clear()
+        if self.states is not None:
+            self.states.clear()
         self._forget_addresses()
 
     @property
@@ -188,7 +213,14 @@ def compact_accepted(
     page_size: int,
     device: torch.device,
 ) -> None:
-    """Move the KV entries of accepted paths to the front of their step; arguments as in `plan_moves`."""
+    """Move the KV entries of accepted paths to the front of their step; arguments as in `plan_moves`.
+
+    Of the states of recurrent layers, the last one of each path stays.
+    """
     sources, targets = plan_moves(paths, starts, pages, page_size)
     if sources:
         pool.move(*torch.tensor([sources, targets]).to(device))  # one transfer
+    if pool.states is not None:
+        table = pool.states.get_table(page_size)
+        for path, start, block_table in zip(paths, starts, pages, strict=True):
+            table.commit(block_table, start, path)

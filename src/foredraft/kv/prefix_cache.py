@@ -8,6 +8,9 @@ Draft KV uses the same page ids. For every page the cache records whether its dr
 token ahead (entry t of EAGLE depends on token t + 1), the last entry of a page depends on the first token after the
 page. That token is not part of the hash, so it is recorded too, and has to match at a hit.
 
+A model with recurrent layers can continue only after a token that has a state. A hit then ends with a page that has a
+state after its last token. A page without one is replaced by an equal page that has it.
+
 The cache reads requests and changes none: the scheduler puts the pages of a hit into a block table, and empties it.
 """
 
@@ -16,6 +19,7 @@ from dataclasses import dataclass, field
 from foredraft.kv.allocator import PageAllocator
 from foredraft.kv.draft_kv import DraftKVOwner, NoDraftKV
 from foredraft.kv.page_index import PageIndex
+from foredraft.kv.state_table import StateTable
 from foredraft.request import Request
 
 
@@ -50,6 +54,7 @@ class PrefixCache:
         is_shared: False drops the pages of a request when it ends, unless another request holds them. Samples of one
             prompt still share pages while they run. Default True.
         is_active: False disables all hits. Default True.
+        states: recurrent states of the target by position. Default None = no recurrent layer.
     """
 
     def __init__(
@@ -58,12 +63,13 @@ class PrefixCache:
         draft_kv_owner: DraftKVOwner | None = None,
         is_shared: bool = True,
         is_active: bool = True,
+        states: StateTable | None = None,
     ) -> None:
         self.allocator = allocator
         self.draft_kv_owner: DraftKVOwner = NoDraftKV() if draft_kv_owner is None else draft_kv_owner
         self.is_shared = is_shared
         self.is_active = is_active
-        self._index = PageIndex(allocator)
+        self._index = PageIndex(allocator, states)
         self._cached_pages: dict[Request, CachedPages] = {}  # requests that were looked up or inserted
 
     @property
@@ -116,7 +122,7 @@ class PrefixCache:
         cached = self._extend_hashes(request, num_full)
         for i in range(cached.num_offered, num_full):
             digest = cached.hashes[i]
-            if digest not in self._index.page_by_hash:
+            if not self._index.holds_equal(digest, request.pages[i]):
                 self._add_page(digest, request.pages[i], request)
         cached.num_offered = num_full
         self._record_draft_kv(request, cached)
@@ -174,7 +180,7 @@ class PrefixCache:
             if page is None:
                 break
             pages.append(page)
-        return pages
+        return self._index.cut_to_state(pages)
 
     def _extend_hashes(self, request: Request, num_pages: int) -> CachedPages:
         """Compute the missing hashes of the request's first `num_pages` pages."""

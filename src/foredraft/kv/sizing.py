@@ -11,6 +11,7 @@ from foredraft.kv.control_group import read_memory_room
 # Shares of the free memory that are used by default. The rest of a GPU is for activations. The memory of a CPU, or of a
 # device that shares it, has other users.
 DEFAULT_SHARE, GPU_SHARE = 0.25, 0.8
+MIN_BYTES_PER_TOKEN = 16  # for the tables of pages, if a model has no attention and so no KV
 MAX_SIZED_CONTEXT = 1 << 20  # tokens; a longer context is not reserved in full by default
 
 
@@ -30,34 +31,41 @@ class MemoryLimits:
     kv_share: float = 1.0  # share of the default KV memory, for one of several models; above 0, at most 1
     prefix_cache: bool = True  # share pages of equal prefixes; False = only among the samples of one prompt
 
-    def num_pages(self, context_length: int, bytes_per_token: int, device: torch.device) -> int:
+    def get_memory(self, device: torch.device) -> int:
+        """Return the memory of KV and recurrent states in bytes; `kv_tokens` may limit it further."""
+        if self.kv_memory is not None:
+            return self.kv_memory
+        share = GPU_SHARE if device.type == "cuda" else DEFAULT_SHARE
+        return int(get_available_memory(device) * share * self.kv_share)
+
+    def num_pages(self, context_length: int, bytes_per_token: int, device: torch.device, state_bytes: int = 0) -> int:
         """Return the number of pages, the null page included.
 
         Args:
             context_length: longest sequence in tokens.
             bytes_per_token: KV of target and drafter together.
             device: device of the KV memory.
+            state_bytes: memory for recurrent states, which is not there for KV. Default 0.
 
         Raises:
             ForedraftError: if the limits hold less than one page.
         """
-        size = self.page_size
+        size, bytes_per_token = self.page_size, max(bytes_per_token, MIN_BYTES_PER_TOKEN)
         if self.kv_tokens is not None:
             if self.kv_tokens < size:
                 raise ForedraftError(f"kv_tokens must hold at least one page of {size} tokens, got {self.kv_tokens}")
             return self.kv_tokens // size + 1
         if self.kv_memory is not None:
-            tokens = self.kv_memory // bytes_per_token
+            tokens = (self.kv_memory - state_bytes) // bytes_per_token
             if tokens < size:
+                states = f" and {state_bytes} bytes of recurrent states" if state_bytes else ""
                 raise ForedraftError(
-                    f"kv_memory of {self.kv_memory} bytes holds no page of {size} tokens; "
-                    f"give at least {size * bytes_per_token} ({bytes_per_token} bytes a token, the drafter's included)"
+                    f"kv_memory of {self.kv_memory} bytes holds no page of {size} tokens{states}; give at least "
+                    f"{size * bytes_per_token + state_bytes} ({bytes_per_token} bytes a token, the drafter's included)"
                 )
             return tokens // size + 1
         full_batch = self.max_batch * min(context_length, MAX_SIZED_CONTEXT)
-        share = GPU_SHARE if device.type == "cuda" else DEFAULT_SHARE
-        default_memory = int(get_available_memory(device) * share * self.kv_share)
-        fits = default_memory // bytes_per_token
+        fits = max(self.get_memory(device) - state_bytes, 0) // bytes_per_token
         return max(min(full_batch, fits) // size, 2) + 1
 
 

@@ -17,6 +17,7 @@ from foredraft.kernels.operators import attend
 from foredraft.kv.pool import KVPool
 from foredraft.models.forward_batch import MAX_PADDED_ROWS, AttentionGroup, ForwardBatch
 from foredraft.models.padded_rows import PaddedRows
+from foredraft.models.recurrent.state_cache import StateCache
 
 ATTENTION_NAME = "foredraft"
 
@@ -48,6 +49,7 @@ def paged_attention(
     s_aux: Tensor | None = None,  # [Hq] attention sinks
     forward_batch: ForwardBatch | PaddedRows | None = None,
     pool: KVPool | None = None,
+    attention_cache: StateCache | None = None,  # names the layer, because layers may share a module
     **unused: Any,  # transformers passes dropout, position_ids and more, which differ by model
 ) -> tuple[Tensor, None]:
     """Write keys and values to the pool, then attend over the pages of every request.
@@ -60,7 +62,7 @@ def paged_attention(
     """
     if forward_batch is None or pool is None:
         raise RuntimeError("this model uses Foredraft's attention; call model.set_attn_implementation('sdpa') first")
-    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    layer = int(module.layer_idx) if attention_cache is None else attention_cache.attention_layer  # type: ignore[arg-type]
     packed_keys, packed_values = key[0].transpose(0, 1), value[0].transpose(0, 1)  # [T, Hkv, D]
     keys, values = pool.write(layer, forward_batch.write_slots, packed_keys, packed_values, forward_batch.num_slots)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling

@@ -23,12 +23,17 @@ from foredraft.models.attention import read_implementations
 from foredraft.models.cache_examination import examine_cache_pass, run_own_pass
 from foredraft.models.cache_pass import RecurrentStateError
 from foredraft.models.packed_pass import ModulePass, PackedPass
+from foredraft.models.recurrent.examination import (
+    find_cache_obstacle,
+    find_state_obstacle,
+    has_recurrent_layers,
+    list_layer_kinds,
+)
+from foredraft.models.recurrent.state_probe import StateProbe
 
 log = logging.getLogger(__name__)
 
 PROBE_ATTENTION = "foredraft_probe"
-# Parts of the layer_types of recurrent layers.
-_RECURRENT_LAYER_WORDS = ("mamba", "linear_attention", "recurrent", "conv", "rwkv", "ssm")
 # Decoder tokens and encoder states of the pass that compares our decoder with the model's.
 COMPARED_LENGTHS = (6, 5)
 # Allowed error of the logits, in units of their standard deviation times the square root of the dtype's epsilon.
@@ -50,6 +55,7 @@ class AttentionCall:
     mask: Tensor | None
     kv_elements: int  # numbers in the key and the value of one token
     kernel_obstacle: str | None  # why the kernel of GPUs does not take its tensors; None if it does
+    has_position_bias: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,6 +66,11 @@ class CausalExamination:
     kv_elements: int  # numbers in the keys and values of one token, over all layers
     probe: Callable[[Any], object]  # short pass of the model's own modules
     calls: tuple[AttentionCall, ...] = ()  # one per layer of a model on paged attention, in the order of the pass
+    states: StateProbe | None = None  # of the recurrent layers, if the model declares any
+
+    def list_windows(self) -> list[int | None]:
+        """List the sliding window of every layer with attention: maximum number of tokens that a row sees, or None."""
+        return [call.sliding_window for call in sorted(self.calls, key=lambda call: call.layer)]
 
 
 def examine_causal_lm(model: Any, name: str) -> CausalExamination:
@@ -72,9 +83,9 @@ def examine_causal_lm(model: Any, name: str) -> CausalExamination:
     Raises:
         ForedraftError: the engine cannot serve the model; the message has the reason and what to do.
     """
-    reason = _find_config_obstacle(model)
-    if reason is None:
-        found = _examine_passes(model)
+    reason: str | None = "is an encoder-decoder model, which is not loaded as a causal LM"
+    if not model.config.is_encoder_decoder:
+        found = _examine_recurrent(model) if has_recurrent_layers(model) else _examine_passes(model)
         if isinstance(found, CausalExamination):
             _warn_about_positions(model, name)
             return found
@@ -82,16 +93,37 @@ def examine_causal_lm(model: Any, name: str) -> CausalExamination:
     raise ForedraftError(f"{name} ({type(model).__name__}) {reason}{REMEDY}")
 
 
+def _examine_recurrent(model: Any) -> CausalExamination | str:
+    """Find the pass of a model that declares recurrent layers; otherwise return the reason why there is none."""
+    states = StateProbe()
+    calls: list[AttentionCall] = []
+    obstacle = find_cache_obstacle(model)
+    if obstacle is None:
+        obstacle, calls = _find_probe_obstacle(model, states)
+    if obstacle is not None:
+        return obstacle
+    kv_elements = sum(call.kv_elements for call in calls)
+    return CausalExamination(PackedPass(), kv_elements, _probe_recurrent, tuple(calls), states)
+
+
+def _probe_recurrent(model: Any) -> None:
+    """Run the short pass of a model with recurrent layers."""
+    probe_attention(model, StateProbe())
+
+
 def _examine_passes(model: Any) -> CausalExamination | str:
     """Find the pass of a model, paged attention first; otherwise return the reason why there is none."""
-    obstacle, calls = _find_probe_obstacle(model)
+    calls: list[AttentionCall] = []
+    obstacle: str | None = "does not route its attention through transformers' attention interface"
+    if getattr(model, "_supports_attention_backend", False):
+        obstacle, calls = _find_probe_obstacle(model)
     if obstacle is None:
         kv_elements = sum(call.kv_elements for call in calls)
         return CausalExamination(PackedPass(), kv_elements, probe_attention, tuple(calls))
     try:
         examination = examine_cache_pass(model)
     except RecurrentStateError:
-        return _describe_recurrence("recurrent state")
+        return "keeps a recurrent state that is not in transformers' Cache, so a draft cannot be rolled back"
     except Exception as error:  # the model's own code may raise any exception in a pass of this kind
         return f"cannot run on a paged KV cache ({_summarise_error(error)})"
     if examination.cache_pass is None:
@@ -109,46 +141,41 @@ def _warn_about_positions(model: Any, name: str) -> None:
         )  # fmt: skip
 
 
-def _find_config_obstacle(model: Any) -> str | None:
-    if model.config.is_encoder_decoder:
-        return "is an encoder-decoder model, which is not loaded as a causal LM"
-    config = model.config.get_text_config()
-    kinds = [str(k) for k in getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()]
-    recurrent = [k for k in kinds if any(word in k for word in _RECURRENT_LAYER_WORDS)]
-    if recurrent or getattr(model, "_is_stateful", False):
-        return _describe_recurrence(f"layers of type {recurrent[0]!r}" if recurrent else "recurrent state")
-    return None
-
-
-def _describe_recurrence(state: str) -> str:
-    return (
-        f"has {state}, which cannot be rolled back when a draft is rejected; the engine does not support it in plain "
-        "decoding either"
-    )
-
-
-def _find_probe_obstacle(model: Any) -> tuple[str | None, list[AttentionCall]]:
+def _find_probe_obstacle(model: Any, states: StateProbe | None = None) -> tuple[str | None, list[AttentionCall]]:
     """Return the reason why a model cannot run on paged attention or None, and its attention calls."""
-    if not getattr(model, "_supports_attention_backend", False):
-        return "does not route its attention through transformers' attention interface", []
-    if "chunked_attention" in (getattr(model.config.get_text_config(), "layer_types", None) or ()):
+    if "chunked_attention" in list_layer_kinds(model):
         return "uses chunked attention", []
+    if "indexed_attention" in list_layer_kinds(model):
+        return "chooses keys with an indexer in its attention", []
     try:
-        calls, num_rows = probe_attention(model)
+        calls, num_rows = probe_attention(model, states)
     except Exception as error:  # the model's own code may raise any exception in a pass of this kind
         return f"cannot run on paged attention ({_summarise_error(error)})", []
     if num_rows != 1:
         return "returns the logits of all tokens if one is requested (it ignores logits_to_keep)", calls
-    depth = model.config.get_text_config().num_hidden_layers
-    if sorted(call.layer for call in calls) != list(range(depth)):
-        return "does not attend exactly once in every layer, and paged attention has one set of keys per layer", calls
+    if (reason := _find_layer_obstacle(model, calls, states)) is not None:
+        return reason, calls
     max_distance = getattr(model.config.get_text_config(), "max_position_embeddings", None) or _FAR_POSITION
     for call in calls:
         if not call.is_causal:
             return "lets tokens attend to later tokens; only causal LMs are supported", calls
+        if call.has_position_bias:
+            return f"adds a position bias to the attention of layer {call.layer}, which is not supported", calls
         if call.mask is not None and not _is_supported_mask(call.mask, call.sliding_window, max_distance):
             return f"masks the attention of layer {call.layer} in a way that paged attention does not support", calls
     return None, calls
+
+
+def _find_layer_obstacle(model: Any, calls: list[AttentionCall], states: StateProbe | None) -> str | None:
+    """Return why the layers that the probe has seen do not make up the model; None if they do."""
+    layers = sorted(call.layer for call in calls)
+    if layers == list(range(model.config.get_text_config().num_hidden_layers)) and not (states and states.shapes):
+        return None
+    if states is None or len(set(layers)) != len(layers):
+        return "does not attend exactly once in every layer, and paged attention has one set of keys per layer"
+    if layers != sorted(states.attention_layers):
+        return "does not route its attention through transformers' attention interface"
+    return find_state_obstacle(states)  # a layer without attention has a state, or no link between tokens
 
 
 def _summarise_error(error: Exception) -> str:
@@ -161,8 +188,12 @@ def _summarise_error(error: Exception) -> str:
 
 
 @torch.no_grad()
-def probe_attention(model: Any) -> tuple[list[AttentionCall], int]:
+def probe_attention(model: Any, states: StateProbe | None = None) -> tuple[list[AttentionCall], int]:
     """Run two tokens through a model with an attention that only records its arguments.
+
+    Args:
+        model: transformers model.
+        states: records the recurrent layers. Default None = the model has none.
 
     Returns:
         The attention calls, and the rows of logits that the model returned when one row was requested.
@@ -171,8 +202,13 @@ def probe_attention(model: Any) -> tuple[list[AttentionCall], int]:
     implementations = read_implementations(model)
     pair = torch.tensor([[0, 1]], device=model.device)
     model.set_attn_implementation(PROBE_ATTENTION)
+    inputs = {"input_ids": pair, "position_ids": pair, "logits_to_keep": pair[0, 1:], "calls": calls}
     try:
-        out = model(input_ids=pair, position_ids=pair, use_cache=False, logits_to_keep=pair[0, 1:], calls=calls)
+        if states is None:
+            out = model(**inputs, use_cache=False)
+        else:
+            with states.watch(model):
+                out = model(**inputs, use_cache=False, cache=states, attention_cache=states)
     finally:
         model.set_attn_implementation(implementations)
     return calls, out.logits.shape[1]
@@ -187,14 +223,17 @@ def _record_attention(
     *,
     sliding_window: int | None = None,
     calls: list[AttentionCall] | None = None,
+    attention_cache: StateProbe | None = None,
+    position_bias: Tensor | None = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:
     if calls is None:
         raise RuntimeError("keyword arguments do not reach the attention")
-    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    layer = int(module.layer_idx) if attention_cache is None else attention_cache.attention_layer  # type: ignore[arg-type]
     kv_elements = key.shape[1] * (key.shape[3] + value.shape[3])
     is_causal, obstacle = bool(getattr(module, "is_causal", True)), explain_unsupported_tensors(query, key, value)
-    calls.append(AttentionCall(layer, is_causal, sliding_window, attention_mask, kv_elements, obstacle))
+    has_bias = position_bias is not None
+    calls.append(AttentionCall(layer, is_causal, sliding_window, attention_mask, kv_elements, obstacle, has_bias))
     num_shared = query.shape[1] // value.shape[1]
     return value.repeat_interleave(num_shared, 1).transpose(1, 2).contiguous(), None
 

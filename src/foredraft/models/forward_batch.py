@@ -38,6 +38,8 @@ class Span(NamedTuple):
     first_node: int = 0  # node index of tokens[0], unless `node_subset` is set
     source: EncoderSource | None = None  # encoder input of the request, for an encoder-decoder model
     node_subset: Sequence[int] | None = None  # node index of each token; None = consecutive from `first_node` on
+    # Leading nodes that later nodes of this pass follow in a chain, and that no rejection can make the last one.
+    num_settled: int = 0
 
     @property
     def node_indices(self) -> Sequence[int]:
@@ -180,7 +182,8 @@ class ForwardBatch:
             is_chain = size == 1 or parents == list(range(-1, size - 1))
             source = None if sources is None else sources[b]
             shape = None if is_chain else parents
-            spans.append(Span(table, start, tree.tokens[b], tree.depths[b], shape, 0, source))
+            num_settled = min(tree.roots[b], size - 1)
+            spans.append(Span(table, start, tree.tokens[b], tree.depths[b], shape, 0, source, num_settled=num_settled))
             logit_rows += range(offset + (0 if b in full_logit_requests else tree.roots[b]), offset + size)
             offset += size
         return cls.build(spans, logit_rows, page_size, device)

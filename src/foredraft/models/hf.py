@@ -19,14 +19,14 @@ from foredraft.kv.pool import KVPool
 from foredraft.models.compatibility import examine_causal_lm
 from foredraft.models.exact import make_exact
 from foredraft.models.forward_batch import AFTER_FINAL_NORM, ForwardBatch
+from foredraft.models.model_facts import ModelFacts
 from foredraft.models.native.decoder import NativeDecoder, explain_unsupported
 from foredraft.models.packed_linear import check_quantizable, list_packed_weights, pack_linears
 from foredraft.models.packed_pass import ModulePass, PackedPass
 from foredraft.models.recorded_pass import RecordedPasses
+from foredraft.models.recurrent.installation import prepare_pass
 from foredraft.models.truncated_modules import Adapter, truncate_model
 from foredraft.source import EncoderSource
-
-MAX_CONTEXT = 1 << 30  # tokens, for a model without a limit of its own
 
 
 class LM(Protocol):
@@ -55,7 +55,7 @@ class LM(Protocol):
 
 
 @dataclass
-class HFModel:
+class HFModel(ModelFacts):
     """A transformers causal LM."""
 
     model: Any  # a PreTrainedModel, whose own type annotations are too loose for mypy
@@ -97,22 +97,21 @@ class HFModel:
         check_quantizable(model, quantization)
         examination = examine_causal_lm(model, name)
         count = sum(p.numel() for p in model.parameters())
-        examination.module_pass.prepare(model)
+        states, module_pass = prepare_pass(model, name, examination)
         is_native = is_fused and model.device.type == "cpu" and load_library() is not None
         packers, fused = select_packers(quantization), None
         if sharer is not None:
             packers = _share_weights(model, sharer, packers)
         if is_native and examination.calls and explain_unsupported(model) is None:
-            windows = [call.sliding_window for call in sorted(examination.calls, key=lambda call: call.layer)]
-            fused = NativeDecoder.from_model(model, windows, *packers, is_owned)
+            fused = NativeDecoder.from_model(model, examination.list_windows(), *packers, is_owned)
         elif is_exact:
             model = make_exact(model, name, is_fused, is_owned, examination.calls)
         elif quantization is not None or (is_native and is_owned and model.dtype in DTYPE_KINDS):
             model = pack_linears(model, quantization, is_owned, examination.probe, packers)
-        pool = KVPool.for_device(model.device, is_native)
+        pool, has_exact_modules = KVPool.for_device(model.device, is_native, states), is_exact and fused is None
         return cls(
-            model, name, pool, examination.kv_elements, count, fused, module_pass=examination.module_pass,
-            has_exact_modules=is_exact and fused is None,
+            model, name, pool, examination.kv_elements, count, fused, module_pass=module_pass,
+            has_exact_modules=has_exact_modules,
         )  # fmt: skip
 
     def with_context(self, max_tokens: int | None) -> "HFModel":
@@ -137,20 +136,10 @@ class HFModel:
         """End what outlives the last reference to this target and its copies with new KV: nothing in one process."""
 
     @property
-    def vocab_size(self) -> int:
-        """Number of tokens V of the logits."""
-        return int(self.model.get_output_embeddings().weight.shape[0])
-
-    @property
     def context_length(self) -> int:
         """Longest sequence in tokens, prompt and output together."""
         limit = self.model_context_length
         return limit if self.max_context is None else min(limit, self.max_context)
-
-    @cached_property
-    def model_context_length(self) -> int:
-        """Context limit of the model in tokens. Cached, since transformers reads its configuration slowly."""
-        return _find_context_limit(self.model.config.get_text_config())
 
     @property
     def runs_native(self) -> bool:
@@ -181,25 +170,6 @@ class HFModel:
     def calibration_source(self) -> EncoderSource | None:
         """Source of ordinary length for measuring passes; None without an encoder."""
         return None
-
-    @cached_property
-    def num_layers(self) -> int:
-        """Number of decoder layers. Cached, since transformers reads its configuration slowly."""
-        return int(self.model.config.get_text_config().num_hidden_layers)
-
-    @property
-    def device(self) -> torch.device:
-        return self.model.device  # type: ignore[no-any-return]
-
-    @cached_property
-    def hidden_size(self) -> int:
-        """Width H of the hidden states. Cached, since transformers reads its configuration slowly."""
-        return int(self.model.config.get_text_config().hidden_size)
-
-    @property
-    def embedding(self) -> Tensor:
-        """Input embedding matrix [V, H], unscaled."""
-        return self.model.get_input_embeddings().weight.detach()  # type: ignore[no-any-return]
 
     @cached_property
     def head_weight(self) -> Tensor:
@@ -308,19 +278,3 @@ def _check_context(max_tokens: int, limit: int, name: str) -> None:
     """Raise ForedraftError if a context in tokens is longer than a model's own."""
     if not 1 < max_tokens <= limit:
         raise ForedraftError(f"max_model_len must lie in 2..{limit}, the context of {name}; got {max_tokens}")
-
-
-def _find_context_limit(config: Any) -> int:
-    """Find the context limit of a configuration in tokens.
-
-    LongRoPE switches its factors at the original context length, by the longest sequence of a batch. Requests of
-    one batch would then influence each other, so the context ends at the switch. A mask that keeps the highest of more
-    scores than `keep_window_size` breaks ties by the length of the pass: equal tokens have equal scores.
-    """
-    limit = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
-    limit = limit or getattr(config, "max_seq_len", None) or MAX_CONTEXT
-    rope = getattr(config, "rope_parameters", None) or {}
-    by_kind = [rope] if "rope_type" in rope else [kind for kind in rope.values() if isinstance(kind, dict)]
-    switches = [kind["original_max_position_embeddings"] for kind in by_kind if kind.get("rope_type") == "longrope"]
-    kept = getattr(config, "keep_window_size", None)
-    return int(min([limit, *switches, *([kept] if kept else [])]))

@@ -7,6 +7,7 @@ import torch
 
 from foredraft.errors import ForedraftError
 from foredraft.models.loading import parse_device
+from foredraft.models.recurrent.examination import has_recurrent_layers
 
 OPTION = "tensor_parallel_size"
 # Last parts of the names of modules that make queries, keys or values.
@@ -99,6 +100,8 @@ def check_architecture(model: Any, name: str, size: int) -> None:
     """
     if model.config.is_encoder_decoder:
         raise ForedraftError(f"{name} is an encoder-decoder model, which runs in one process; leave {OPTION} out")
+    if has_recurrent_layers(model):
+        raise ForedraftError(f"{name} has recurrent layers, which run in one process; leave {OPTION} out")
     plan = model.tp_plan
     if not plan:
         raise ForedraftError(

@@ -197,7 +197,10 @@ class Replay:
         spans = []
         for request, count in zip(batch.requests, commit.counts, strict=True):
             tokens = self.sequences[request].tokens[request.num_computed : request.num_computed + count]
-            spans.append(Span(request.pages, request.num_computed, tokens, range(count), source=request.spec.source))
+            source, num_settled = request.spec.source, count - 1
+            spans.append(
+                Span(request.pages, request.num_computed, tokens, range(count), source=source, num_settled=num_settled)
+            )
         target.forward(ForwardBatch.build(spans, [0], batch.page_size, target.device))
 
     def _gather_features(self, batch: Batch, commit: Commit) -> Tensor:

@@ -109,7 +109,7 @@ class Tracer:
         for i, b in enumerate(piece.rows):
             pages = range(1 + i * per_row, 1 + (i + 1) * per_row)
             ids, source = tokens[b, piece.start : piece.stop].tolist(), sources[b] if sources else None
-            spans.append(Span(pages, piece.start, ids, range(size), source=source))
+            spans.append(Span(pages, piece.start, ids, range(size), source=source, num_settled=size - 1))
         return ForwardBatch.build(spans, range(size * len(piece.rows)), PAGE_SIZE, self.target.device)
 
 

@@ -165,7 +165,7 @@ class DraftModel:
         """Compute the draft KV of missing committed tokens, except for the newest. Returns the spans of those."""
         spans = []
         for request in requests:
-            start = self.num_valid.get(request.slot, 0)
+            start = self.lm.pool.find_valid_start(request.pages, self.num_valid.get(request.slot, 0), page_size)
             while request.num_tokens - start > PREFILL_CHUNK_TOKENS:
                 self._forward(
                     [_build_chain_span(request, start, start + PREFILL_CHUNK_TOKENS)], page_size, last_only=True
@@ -206,4 +206,5 @@ def _make_chains(lm: LM, vocab_size: int) -> NativeChains | None:
 
 def _build_chain_span(request: Request, start: int, stop: int) -> Span:
     tokens = request.get_tokens(start, stop)
-    return Span(request.pages, start, tokens, range(len(tokens)), source=request.spec.source)
+    source, num_settled = request.spec.source, len(tokens) - 1
+    return Span(request.pages, start, tokens, range(len(tokens)), source=source, num_settled=num_settled)

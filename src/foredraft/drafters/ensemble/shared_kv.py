@@ -12,6 +12,7 @@ from foredraft.kv.draft_kv import DraftKV
 
 if TYPE_CHECKING:
     from foredraft.kv.pool import KVPool
+    from foredraft.kv.state_pool import StatePool
 
 
 class CombinedNumValid(MutableMapping[int, int]):
@@ -43,7 +44,7 @@ class CombinedNumValid(MutableMapping[int, int]):
 
 
 class CombinedPool:
-    """The subset of KVPool that page accounting uses, its limits and clear, over several pools."""
+    """The subset of KVPool that page accounting uses, its limits, states and clear, over several pools."""
 
     def __init__(self, draft_kvs: Sequence[DraftKV]) -> None:
         self._pools = [draft_kv.pool for draft_kv in draft_kvs]
@@ -65,6 +66,10 @@ class CombinedPool:
     def graph_memory(self, memory: GraphMemory | None) -> None:
         for pool in self._pools:
             pool.graph_memory = memory
+
+    @property
+    def state_pools(self) -> tuple["StatePool", ...]:
+        return tuple(states for pool in self._pools for states in pool.state_pools)
 
     def clear(self) -> None:
         for pool in self._pools:

@@ -51,7 +51,7 @@ class CrossVocabState:
 
     def build_span(self, start: int, stop: int) -> Span:
         tokens = self.retokenizer.tokens[start:stop]
-        return Span(self.pages, start, tokens, range(len(tokens)))
+        return Span(self.pages, start, tokens, range(len(tokens)), num_settled=len(tokens) - 1)
 
 
 class CrossVocabDrafter(ABC):
@@ -87,6 +87,8 @@ class CrossVocabDrafter(ABC):
         )
         lm.pool.capacity = num_pages * PAGE_SIZE
         self.allocator = PageAllocator(num_pages, PAGE_SIZE)
+        if lm.pool.state_pools:
+            self.allocator.on_free = lm.pool.drop_states
         self.mismatch_detector = MismatchDetector(context)
         self.spec = DrafterSpec(
             self.tree_spec.max_nodes,
@@ -148,7 +150,11 @@ class CrossVocabDrafter(ABC):
         Returns:
             Logits [R, W] after these tokens; W is the vocabulary of the draft model.
         """
-        starts = [min(state.retokenizer.num_valid, state.num_tokens - 1) for state in states]
+        lengths = [min(state.retokenizer.num_valid, state.num_tokens - 1) for state in states]
+        starts = [
+            self.lm.pool.find_valid_start(state.pages, length, PAGE_SIZE)
+            for state, length in zip(states, lengths, strict=True)
+        ]
         spans = []
         for state, start in zip(states, starts, strict=True):
             while state.num_tokens - start > PREFILL_CHUNK_TOKENS:

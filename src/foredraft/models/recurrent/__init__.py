@@ -1,0 +1,1 @@
+"""Recurrent layers of transformers models: state-space layers, linear attention, short convolutions."""
