@@ -10,20 +10,24 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from benchmarks.small_families import make_model
 from foredraft import LLM, ForedraftError, MemoryLimits, Sampling
+from foredraft.models.cache_pass import CachePass
 from foredraft.models.compatibility import REMEDY
 from foredraft.models.packed_pass import PackedPass
+from foredraft.models.recurrent.state_pass import StatePass
 
 NEW_TOKENS = 16  # the sequences become longer than the windows of the small models
 PROMPTS = ([5, 9, 7, 11, 5, 9, 7, 11, 5, 9], [3, 4, 3, 4, 3])
 KINDS = {
     "native": "native code on CPU",
     "packed": "paged attention",
+    "recurrent": "recurrent states, with paged attention if they have any",
     "cached": "their own attention, paged cache",
     "refused": "refused",
     "unmade": "not tried",
     "differs": "fault: output differs",
     "fails": "fault",
 }
+PASS_KINDS: dict[type, str] = {PackedPass: "packed", StatePass: "recurrent", CachePass: "cached"}
 # A chain, and a tree with prompts that no step takes whole.
 DRAFTS: tuple[dict[str, Any], ...] = (
     {"drafter": "ngram", "num_speculative_tokens": 3},
@@ -107,7 +111,7 @@ def _decode_with_drafts(family: str, folder: Path, expected: list[list[int]] | s
             return FamilyOutcome(family, "differs")
     if llm.target.fused is not None:
         return FamilyOutcome(family, "native")
-    return FamilyOutcome(family, "packed" if isinstance(llm.target.module_pass, PackedPass) else "cached")
+    return FamilyOutcome(family, PASS_KINDS[type(llm.target.module_pass)])
 
 
 def _decode_reference(model: Any) -> list[list[int]] | str:

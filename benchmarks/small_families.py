@@ -90,6 +90,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "ministral": {"head_dim": HEAD_DIM},
     "moshi": {"sliding_window": CONTEXT},  # generate() drops keys outside it that the model's own pass sees
     "nemotron": {"num_key_value_heads": 2},
+    # transformers clamps the time step of these in prompts and not in single tokens
+    "nemotron_h": {"time_step_min": 1e-9},
     "kimi_linear": HYBRID,
     "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
@@ -103,7 +105,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "roc_bert": {"pronunciation_vocab_size": 16, "shape_vocab_size": 16, "pronunciation_embed_dim": 8,
                  "shape_embed_dim": 8},
     "zamba": {"num_hidden_layers": 3, "layers_block_type": ["linear_attention", "hybrid", "hybrid"]},
-    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"]},
+    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"], "time_step_min": 1e-9},
     "xmod": {"default_language": "en_XX"},
     "zaya": {"num_experts_per_tok": 1},
 }  # fmt: skip

@@ -10,9 +10,7 @@ import pytest
 from benchmarks.family_walk import KINDS, list_causal_families, read_outcomes, walk_family
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
-MAX_REFUSED = 12  # families refused for another reason than a recurrent state
-RECURRENT = "cannot be rolled back"
-
+MAX_REFUSED = 17  # among them 7 with recurrent layers
 
 OUTCOMES = read_outcomes(PAGE.read_text(encoding="utf-8"), "Decoder-only")
 
@@ -22,8 +20,8 @@ def test_the_page_has_every_family_that_transformers_has() -> None:
     assert sorted(OUTCOMES) == list_causal_families()
 
 
-def test_few_families_are_refused_for_another_reason_than_a_recurrent_state() -> None:
-    refused = [o for o in OUTCOMES.values() if o.kind == "refused" and RECURRENT not in o.words]
+def test_few_families_are_refused() -> None:
+    refused = [o for o in OUTCOMES.values() if o.kind == "refused"]
     assert 0 < len(refused) <= MAX_REFUSED
     assert not [o for o in OUTCOMES.values() if KINDS[o.kind].startswith("fault")]
 

@@ -101,7 +101,7 @@ def _examine_recurrent(model: Any) -> CausalExamination | str:
     if obstacle is None:
         obstacle, calls = _find_probe_obstacle(model, states)
     if obstacle is not None:
-        return obstacle
+        return f"has recurrent layers, and {obstacle}"
     kv_elements = sum(call.kv_elements for call in calls)
     return CausalExamination(PackedPass(), kv_elements, _probe_recurrent, tuple(calls), states)
 
