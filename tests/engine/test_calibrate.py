@@ -1,12 +1,13 @@
 """The cost curve: as many points as there is time for, and nothing of the engine's left in use."""
 
 import itertools
-from dataclasses import replace
 
+import pytest
 import torch
 
 from foredraft.engine.calibrate import ROW_COUNTS, measure_pass_times
 from foredraft.kv.allocator import PageAllocator
+from foredraft.models.recorded_pass import RecordedPasses
 from tests.support import tiny_models
 
 
@@ -22,9 +23,9 @@ def test_every_number_of_rows_is_timed_and_the_pages_come_back() -> None:
     assert allocator.num_free == 99
 
 
-def test_a_target_with_row_buckets_is_measured_at_these_and_priced_by_them() -> None:
+def test_a_target_with_row_buckets_is_measured_at_these_and_priced_by_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RecordedPasses, "row_buckets", (1, 4, 16))
     llm = tiny_models.plain().with_drafter("ngram")
-    llm.target = replace(llm.target, row_buckets=(1, 4, 16))
     seconds = dict(llm.calibrate())
     assert list(seconds) == [1, 4, 16]
     curve = llm.engine.length_policy.curve

@@ -48,6 +48,7 @@ class EncoderDecoder(HFModel):
     def __post_init__(self) -> None:
         pool = DecoderKVPool(self.pool.is_native, is_whole=self.pool.is_whole)
         self.pool = pool
+        super().__post_init__()
         self.cross_kv = pool.cross_kv = CrossKVCache(
             pool.is_native, bind_weakly(self._encode_cross_kv), bind_weakly(pool.get_capacity)
         )
