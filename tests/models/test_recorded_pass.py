@@ -200,7 +200,7 @@ def test_every_size_in_the_buckets_fits() -> None:
 def find_recording(lm: HFModel) -> RecordedLaunches:
     """Return the only recording of a model."""
     assert lm.recorded._cache is not None
-    ((replay, _),) = lm.recorded._cache._replays.values()
+    (replay,) = lm.recorded._cache._replays.values()
     return replay
 
 

@@ -96,12 +96,19 @@ class RecordedPasses:
         try:
             replay = cache.get(key, run)
         except (RuntimeError, ForedraftError) as error:  # a wait for the device, an operator that cannot be captured
-            self.reason = (str(error).splitlines() or [type(error).__name__])[0][:MAX_REASON_CHARS]
+            self.reason = _summarise(error)
             log.warning("passes of %s run without CUDA graphs, which is slower: %s", self.name, self.reason)
             cache.clear()
             return None
         replay()
         return replay.outputs
+
+
+def _summarise(error: BaseException) -> str:
+    """Return the first line of an error, or of the one that led to it: the end of a failed capture raises another."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return (str(error).splitlines() or [type(error).__name__])[0][:MAX_REASON_CHARS]
 
 
 def _run_padded(run: RunPass, rows: PaddedRows, hidden_layers: tuple[int, ...]) -> Outputs:

@@ -9,7 +9,8 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from threading import Lock
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ class RecordedLaunches(Protocol):
     """Recorded pass. `outputs` are overwritten by every replay."""
 
     outputs: Outputs
+    num_bytes: int  # memory of the device that the recording keeps
 
     def __call__(self) -> None: ...
 
@@ -41,9 +43,6 @@ class Recorder(Protocol):
             RuntimeError: the function cannot be recorded, such as one that waits for the device.
         """
 
-    def count_bytes(self) -> int:
-        """Return the memory of the device in use or held by its allocator, in bytes."""
-
 
 @dataclass
 class CallingReplay:
@@ -51,6 +50,10 @@ class CallingReplay:
 
     run: Callable[[], Outputs]
     outputs: Outputs
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(output.nbytes for output in self.outputs)
 
     def __call__(self) -> None:
         for output in self.outputs:
@@ -65,9 +68,6 @@ class CallingRecorder:
     def record(self, run: Callable[[], Outputs]) -> CallingReplay:
         return CallingReplay(run, tuple(output.clone() for output in run()))
 
-    def count_bytes(self) -> int:
-        return 0
-
 
 @dataclass
 class CapturedReplay:
@@ -75,6 +75,7 @@ class CapturedReplay:
 
     graph: torch.cuda.CUDAGraph
     outputs: Outputs
+    num_bytes: int
 
     def __call__(self) -> None:
         self.graph.replay()
@@ -86,29 +87,40 @@ class CUDARecorder:
 
     device: torch.device
     _pool: Any = None  # handle of the memory pool, after the first recording
+    _stream: Any = None  # of warm-ups and captures, after the first recording
+    CAPTURE_LOCK: ClassVar[Lock] = Lock()  # torch allows one capture at a time in a process
 
     def record(self, run: Callable[[], Outputs]) -> CapturedReplay:
-        with torch.cuda.device(self.device):
-            self._warm_up(run)
-            graph = torch.cuda.CUDAGraph()
-            if self._pool is None:
-                self._pool = torch.cuda.graph_pool_handle()
-            # other threads may allocate or copy meanwhile: only this thread's waits are errors
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                outputs = run()
-        return CapturedReplay(graph, outputs)
+        current = torch.cuda.current_stream(self.device)
+        try:
+            with torch.cuda.device(self.device), self.CAPTURE_LOCK:
+                if self._stream is None:
+                    self._pool, self._stream = torch.cuda.graph_pool_handle(), _make_stream()
+                self._warm_up(run)
+                return self._capture(run)
+        finally:
+            torch.cuda.set_stream(current)  # a failed capture leaves its own stream as the current one
 
     def _warm_up(self, run: Callable[[], Outputs]) -> None:
-        """Run outside of a capture, on a stream of its own as a capture does."""
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        """Run outside of a capture, on the stream of the capture, and free what the runs have cached."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
             for _ in range(WARM_UP_RUNS):
                 run()
-        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.current_stream().wait_stream(self._stream)
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
 
-    def count_bytes(self) -> int:
-        return torch.cuda.memory_reserved(self.device)
+    def _capture(self, run: Callable[[], Outputs]) -> CapturedReplay:
+        graph, before = torch.cuda.CUDAGraph(), torch.cuda.memory_reserved()
+        # other threads may allocate or copy meanwhile: only this thread's waits are errors
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            outputs = run()
+        return CapturedReplay(graph, outputs, max(torch.cuda.memory_reserved() - before, 0))
+
+
+def _make_stream() -> Any:
+    return torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
 
 def make_recorder(device: torch.device) -> Recorder | None:
@@ -134,7 +146,7 @@ class ReplayCache:
 
     recorder: Recorder
     memory: GraphMemory
-    _replays: OrderedDict[Hashable, tuple[RecordedLaunches, int]] = field(default_factory=OrderedDict)  # with its bytes
+    _replays: OrderedDict[Hashable, RecordedLaunches] = field(default_factory=OrderedDict)
 
     def __len__(self) -> int:
         return len(self._replays)
@@ -143,18 +155,15 @@ class ReplayCache:
         """Return the recording of a key. It is made from `run` if there is none. Raises as `Recorder.record`."""
         if key in self._replays:
             self._replays.move_to_end(key)
-            return self._replays[key][0]
-        before = self.recorder.count_bytes()
-        replay = self.recorder.record(run)
-        size = max(self.recorder.count_bytes() - before, 0)
-        self._replays[key] = replay, size
-        self.memory.used += size
+            return self._replays[key]
+        replay = self._replays[key] = self.recorder.record(run)
+        self.memory.used += replay.num_bytes
         while self.memory.used > self.memory.limit and len(self._replays) > 1:
-            _, (_, dropped) = self._replays.popitem(last=False)
-            self.memory.used -= dropped
+            _, dropped = self._replays.popitem(last=False)
+            self.memory.used -= dropped.num_bytes
         return replay
 
     def clear(self) -> None:
         """Drop all recordings, such as before the tensors that they read are freed."""
-        self.memory.used -= sum(size for _, size in self._replays.values())
+        self.memory.used -= sum(replay.num_bytes for replay in self._replays.values())
         self._replays.clear()
