@@ -17,6 +17,7 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     AutoModelForSpeechSeq2Seq,
     AutoTokenizer,
+    GenerationConfig,
 )
 from transformers.utils import cached_file
 
@@ -32,14 +33,21 @@ from foredraft.models.folder import (
     read_config,
     read_stored_shapes,
 )
-from foredraft.models.quantized import check_quantization_kind, check_stored_dtypes, check_unused_tensors
+from foredraft.models.quantized import (
+    check_quantization_kind,
+    check_stored_dtypes,
+    check_unused_tensors,
+    find_quantization_block,
+)
 from foredraft.models.versions import warn_if_untested
+from foredraft.models.widening import WIDENED_KINDS, read_widened
 
 log = logging.getLogger(__name__)
 # Share of a model's tokens that its tokenizer has. Below the minimum, the tokenizer belongs to another model.
 MIN_TOKENIZER_COVERAGE = 0.05
 # Share below which loading warns. Padding of the vocabulary lowers the share, down to 0.67 for ByT5.
 WARN_TOKENIZER_COVERAGE = 0.5
+GENERATION_FILE = "generation_config.json"
 MAX_ERROR_CHARS = 200  # characters of another library's error that our message repeats
 DTYPES = {
     "float32": torch.float32,
@@ -160,9 +168,9 @@ def load_model(name: str, dtype: str | torch.dtype, device: torch.device, tensor
         hub.check_reachable(name, CONFIG_FILE)
     kind = _select_model_class(path, stored, name)
     try:
+        source = _make_source(path, torch_dtype, device, name)
         model, report = kind.from_pretrained(
-            str(path),
-            dtype=torch_dtype,
+            **source,
             trust_remote_code=False,
             use_safetensors=True,
             output_loading_info=True,
@@ -175,9 +183,25 @@ def load_model(name: str, dtype: str | torch.dtype, device: torch.device, tensor
         raise _explain_error(name, error) from error
     if stored is None:
         _check_folder_contents(_find_snapshot(name), name)
+    if "state_dict" in source and (path / GENERATION_FILE).exists():  # transformers reads it only with the weights
+        model.generation_config = GenerationConfig.from_pretrained(str(path))
     _check_weights(name, model, report)
     _check_end_ids(name, model)
     return model.to(device)
+
+
+def _make_source(path: Path, dtype: torch.dtype | str, device: torch.device, name: str) -> dict[str, Any]:
+    """Make the options of `from_pretrained` that say what to load: a folder, or decoded weights on the CPU."""
+    block = find_quantization_block(read_config(path, name)) if path.is_dir() and device.type == "cpu" else None
+    if block is None or block.get("quant_method") not in WIDENED_KINDS:
+        return {"pretrained_model_name_or_path": str(path), "dtype": dtype}
+    widened = dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
+    config = AutoConfig.from_pretrained(str(path), trust_remote_code=False)
+    for part in {id(each): each for each in (config, config.get_text_config())}.values():
+        if getattr(part, "quantization_config", None) is not None:
+            del part.quantization_config
+    weights = read_widened(path, block, widened, name)
+    return {"pretrained_model_name_or_path": None, "config": config, "state_dict": weights, "dtype": widened}
 
 
 def _make_parallel_options(size: int) -> dict[str, Any]:
@@ -264,7 +288,7 @@ def _check_end_ids(name: str, model: Any) -> None:
     size = read_vocab_size(model)
     end_ids = {CONFIG_FILE: getattr(model.config.get_text_config(), "eos_token_id", None)}
     if model.generation_config is not None:
-        end_ids["generation_config.json"] = model.generation_config.eos_token_id
+        end_ids[GENERATION_FILE] = model.generation_config.eos_token_id
     for file, entry in end_ids.items():
         for token in entry if isinstance(entry, list | tuple) else [entry]:
             if token is not None and not 0 <= token < size:

@@ -41,10 +41,7 @@ def check_quantization_kind(config: Mapping[str, Any], name: str) -> str | None:
     Raises:
         ForedraftError: transformers does not decode this kind.
     """
-    text = config.get("text_config")
-    configs = [config, text] if isinstance(text, Mapping) else [config]
-    blocks = [each[key] for each in configs for key in ("quantization_config", "compression_config") if each.get(key)]
-    block = next(iter(blocks), None)
+    block = find_quantization_block(config)
     if block is None:
         return None
     kind = block.get("quant_method") if isinstance(block, Mapping) else None
@@ -57,6 +54,14 @@ def check_quantization_kind(config: Mapping[str, Any], name: str) -> str | None:
         f"{name}: config.json says quant_method {kind!r}, which transformers does not decode (it has {supported}), "
         f"so its weights would be wrong; {REMEDY}"
     )
+
+
+def find_quantization_block(config: Mapping[str, Any]) -> Any:
+    """Find the settings of the quantisation in config.json; None without quantisation."""
+    text = config.get("text_config")
+    configs = [config, text] if isinstance(text, Mapping) else [config]
+    blocks = [each[key] for each in configs for key in ("quantization_config", "compression_config") if each.get(key)]
+    return next(iter(blocks), None)
 
 
 def check_stored_dtypes(folder: Path, stored: StoredTensors, kind: str | None, name: str) -> None:

@@ -1,0 +1,107 @@
+"""Widening of quantised checkpoints on the CPU: rounded weights are decoded to a floating type while loading."""
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from foredraft.errors import ForedraftError
+from foredraft.models.rounded_grids import AWQ_BITS, PACKED_BITS, decode_awq, decode_compressed, decode_gptq
+
+log = logging.getLogger(__name__)
+WIDENED_KINDS = ("gptq", "awq", "compressed-tensors")
+COMPRESSED_FORMATS = ("pack-quantized", "int-quantized", "naive-quantized", "float-quantized")
+SCALE_SUFFIXES = {"gptq": ".scales", "awq": ".scales", "compressed-tensors": ".weight_scale"}
+PART_NAMES = {
+    "gptq": ("qweight", "qzeros", "scales", "g_idx"),
+    "awq": ("qweight", "qzeros", "scales"),
+    "compressed-tensors": (
+        "weight", "weight_packed", "weight_shape", "weight_scale", "weight_zero_point", "weight_g_idx",
+        "input_scale", "input_zero_point",
+    ),
+}  # fmt: skip
+# Scales of a KV cache that the engine rounds. The cache here keeps the floating type.
+CACHE_SCALES = ("k_scale", "v_scale", "q_scale")
+
+
+def read_widened(folder: Path, settings: Mapping[str, Any], dtype: torch.dtype, name: str) -> dict[str, Tensor]:
+    """Read the tensors of a quantised folder with every rounded matrix decoded.
+
+    Products of codes and scales are computed in float32 and rounded to `dtype`.
+
+    Args:
+        folder: model folder.
+        settings: block of config.json that describes the quantisation; its kind is one of WIDENED_KINDS.
+        dtype: floating type of the result.
+        name: name of the model in errors.
+
+    Returns:
+        Tensors by name, as an ordinary checkpoint has them.
+
+    Raises:
+        ForedraftError: the layout is not supported, or a part of a matrix is missing.
+    """
+    kind = settings["quant_method"]
+    bits = _read_bits(settings, name)
+    stored: dict[str, Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            stored.update({key: opened.get_tensor(key) for key in opened.keys()})  # noqa: SIM118 - not a mapping
+    suffix, widened, before = SCALE_SUFFIXES[kind], 0, sum(tensor.nbytes for tensor in stored.values())
+    for path in sorted(key.removesuffix(suffix) for key in stored if key.endswith(suffix)):
+        keys = {part: f"{path}.{part}" for part in PART_NAMES[kind] if f"{path}.{part}" in stored}
+        parts = {part: stored.pop(key) for part, key in keys.items()}
+        try:
+            stored[f"{path}.weight"] = _decode(parts, settings, bits).to(dtype)
+        except (KeyError, RuntimeError, IndexError, ForedraftError) as error:
+            raise ForedraftError(
+                f"{name}: the {kind} weights of {path} could not be decoded ({error}); fetch the folder again"
+            ) from error
+        widened += 1
+    if not widened:
+        raise ForedraftError(f"{name}: config.json says {kind}, and no tensor ends with {suffix}; fetch it again")
+    found = {key: value for key, value in stored.items() if key.rpartition(".")[2] not in CACHE_SCALES}
+    found = {key: value.to(dtype) if value.is_floating_point() else value for key, value in found.items()}
+    after = sum(tensor.nbytes for tensor in found.values())
+    log.warning(
+        "%s: %d matrices of %s are widened to %s, since the CPU has no kernel for their layout: %.1f MB of weights "
+        "instead of %.1f MB, read in each forward pass; activations are not rounded",
+        name, widened, kind, str(dtype).removeprefix("torch."), after / 1e6, before / 1e6,
+    )  # fmt: skip
+    return found
+
+
+def _decode(parts: Mapping[str, Tensor], settings: Mapping[str, Any], bits: int) -> Tensor:
+    if settings["quant_method"] == "gptq":
+        return decode_gptq(parts, bits, 0 if settings.get("checkpoint_format") == "gptq_v2" else 1)
+    return decode_awq(parts) if settings["quant_method"] == "awq" else decode_compressed(parts, bits)
+
+
+def _read_bits(settings: Mapping[str, Any], name: str) -> int:
+    """Read the bits of a weight, and refuse layouts that are not decoded."""
+    kind, remedy = settings["quant_method"], "use the unquantised checkpoint with quantization='int8' or 'int4'"
+    if kind == "awq":
+        version, bits = str(settings.get("version", "gemm")).lower(), settings.get("bits", AWQ_BITS)
+        if version != "gemm" or bits != AWQ_BITS:
+            raise ForedraftError(f"{name}: AWQ of version {version!r} with {bits} bits is not decoded; {remedy}")
+        return AWQ_BITS
+    if kind == "gptq":
+        layout, bits = settings.get("checkpoint_format", "gptq"), settings.get("bits")
+        if layout not in ("gptq", "gptq_v2") or bits not in PACKED_BITS:
+            raise ForedraftError(f"{name}: GPTQ in format {layout!r} with {bits} bits is not decoded; {remedy}")
+        return int(bits)
+    layout = settings.get("format")
+    if layout not in COMPRESSED_FORMATS:
+        raise ForedraftError(
+            f"{name}: compressed-tensors in format {layout!r} is not decoded (only {', '.join(COMPRESSED_FORMATS)}); "
+            f"{remedy}"
+        )
+    groups = settings.get("config_groups") or {}
+    found = {(group.get("weights") or {}).get("num_bits") for group in groups.values()}
+    if len(found) != 1 or (layout == "pack-quantized" and not found <= set(PACKED_BITS)):
+        raise ForedraftError(f"{name}: compressed-tensors with weights of {found} bits is not decoded; {remedy}")
+    return int(found.pop())
