@@ -33,14 +33,9 @@ from foredraft.models.folder import (
     read_config,
     read_stored_shapes,
 )
-from foredraft.models.quantized import (
-    check_quantization_kind,
-    check_stored_dtypes,
-    check_unused_tensors,
-    find_quantization_block,
-)
+from foredraft.models.quantized import check_quantization_kind, check_stored_dtypes, check_unused_tensors
 from foredraft.models.versions import warn_if_untested
-from foredraft.models.widening import WIDENED_KINDS, read_widened
+from foredraft.models.widening import decode_folder
 
 log = logging.getLogger(__name__)
 # Share of a model's tokens that its tokenizer has. Below the minimum, the tokenizer belongs to another model.
@@ -168,9 +163,11 @@ def load_model(name: str, dtype: str | torch.dtype, device: torch.device, tensor
         hub.check_reachable(name, CONFIG_FILE)
     kind = _select_model_class(path, stored, name)
     try:
-        source = _make_source(path, torch_dtype, device, name)
-        model, report = kind.from_pretrained(
-            **source,
+        widened = decode_folder(path, torch_dtype, name, tensor_parallel_size) if device.type == "cpu" else None
+        # transformers takes weights in memory only without a path, and its auto classes only with one
+        loader = kind if widened is None else type(build_on_meta(kind, widened["config"]))
+        model, report = loader.from_pretrained(
+            **(widened or {"pretrained_model_name_or_path": str(path), "dtype": torch_dtype}),
             trust_remote_code=False,
             use_safetensors=True,
             output_loading_info=True,
@@ -183,25 +180,11 @@ def load_model(name: str, dtype: str | torch.dtype, device: torch.device, tensor
         raise _explain_error(name, error) from error
     if stored is None:
         _check_folder_contents(_find_snapshot(name), name)
-    if "state_dict" in source and (path / GENERATION_FILE).exists():  # transformers reads it only with the weights
-        model.generation_config = GenerationConfig.from_pretrained(str(path))
+    if widened is not None and (path / GENERATION_FILE).exists():
+        model.generation_config = GenerationConfig.from_pretrained(str(path))  # needs a path, as above
     _check_weights(name, model, report)
     _check_end_ids(name, model)
     return model.to(device)
-
-
-def _make_source(path: Path, dtype: torch.dtype | str, device: torch.device, name: str) -> dict[str, Any]:
-    """Make the options of `from_pretrained` that say what to load: a folder, or decoded weights on the CPU."""
-    block = find_quantization_block(read_config(path, name)) if path.is_dir() and device.type == "cpu" else None
-    if block is None or block.get("quant_method") not in WIDENED_KINDS:
-        return {"pretrained_model_name_or_path": str(path), "dtype": dtype}
-    widened = dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
-    config = AutoConfig.from_pretrained(str(path), trust_remote_code=False)
-    for part in {id(each): each for each in (config, config.get_text_config())}.values():
-        if getattr(part, "quantization_config", None) is not None:
-            del part.quantization_config
-    weights = read_widened(path, block, widened, name)
-    return {"pretrained_model_name_or_path": None, "config": config, "state_dict": weights, "dtype": widened}
 
 
 def _make_parallel_options(size: int) -> dict[str, Any]:

@@ -98,7 +98,7 @@ def _spread(values: Tensor, codes: Tensor, groups: Tensor | None) -> Tensor:
 
 
 def _number_groups(size: int, groups: int) -> Tensor:
-    """Number the group of each of `size` inputs or outputs."""
+    """Return the group of each of `size` inputs or outputs."""
     if size % groups:
         raise ForedraftError(f"{size} weights are stored with {groups} scales, which does not divide them")
     return torch.arange(groups).repeat_interleave(size // groups)

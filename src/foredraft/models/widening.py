@@ -8,8 +8,11 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor
+from transformers import AutoConfig
 
 from foredraft.errors import ForedraftError
+from foredraft.models.folder import read_config
+from foredraft.models.quantized import find_quantization_block
 from foredraft.models.rounded_grids import AWQ_BITS, PACKED_BITS, decode_awq, decode_compressed, decode_gptq
 
 log = logging.getLogger(__name__)
@@ -26,6 +29,40 @@ PART_NAMES = {
 }  # fmt: skip
 # Scales of a KV cache that the engine rounds. The cache here keeps the floating type.
 CACHE_SCALES = ("k_scale", "v_scale", "q_scale")
+
+
+def decode_folder(path: Path, dtype: torch.dtype | str, name: str, processes: int = 1) -> dict[str, Any] | None:
+    """Decode a folder of one of WIDENED_KINDS for the CPU.
+
+    Args:
+        path: model folder, or a hub id, which is left to transformers.
+        dtype: floating type of the result; "auto" = float32 if config.json says so, else bfloat16.
+        name: name of the model in errors.
+        processes: processes that share the model. Default 1.
+
+    Returns:
+        Options of `from_pretrained` of a transformers model class; None for other models.
+
+    Raises:
+        ForedraftError: the layout is not decoded, a part of a matrix is missing, or there are several processes.
+    """
+    block = find_quantization_block(read_config(path, name)) if path.is_dir() else None
+    if block is None or block.get("quant_method") not in WIDENED_KINDS:
+        return None
+    if processes > 1:
+        raise ForedraftError(
+            f"{name} is quantised, and such weights are decoded on the CPU for one process only; use "
+            "tensor_parallel_size=1, or the unquantised checkpoint"
+        )
+    config = AutoConfig.from_pretrained(str(path), trust_remote_code=False)
+    text = config.get_text_config()
+    for part in {id(each): each for each in (config, text)}.values():
+        if getattr(part, "quantization_config", None) is not None:
+            del part.quantization_config
+    if not isinstance(dtype, torch.dtype):  # float16 of published checkpoints is slow and inexact on the CPU
+        dtype = torch.float32 if text.dtype is torch.float32 else torch.bfloat16
+    weights = read_widened(path, block, dtype, name)
+    return {"pretrained_model_name_or_path": None, "config": config, "state_dict": weights, "dtype": dtype}
 
 
 def read_widened(folder: Path, settings: Mapping[str, Any], dtype: torch.dtype, name: str) -> dict[str, Tensor]:
@@ -102,6 +139,6 @@ def _read_bits(settings: Mapping[str, Any], name: str) -> int:
         )
     groups = settings.get("config_groups") or {}
     found = {(group.get("weights") or {}).get("num_bits") for group in groups.values()}
-    if len(found) != 1 or (layout == "pack-quantized" and not found <= set(PACKED_BITS)):
+    if len(found) != 1 or None in found or (layout == "pack-quantized" and not found <= set(PACKED_BITS)):
         raise ForedraftError(f"{name}: compressed-tensors with weights of {found} bits is not decoded; {remedy}")
-    return int(found.pop())
+    return int(str(found.pop()))

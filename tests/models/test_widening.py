@@ -1,0 +1,181 @@
+"""Checkpoints of GPTQ, AWQ and compressed-tensors on the CPU: decoded weights and refusals.
+
+The packages that write these checkpoints are not in the environment. The packers below follow the published layouts
+number by number, and share no code with the decoder.
+"""
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from foredraft import LLM, Sampling
+from foredraft.errors import ForedraftError
+from foredraft.models.loading import load_model
+from tests.support import tiny_models
+
+CPU = torch.device("cpu")
+GROUP = 16
+AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)  # output in each nibble, lowest first
+Packed = tuple[dict[str, Tensor], Tensor]  # stored parts, and the matrix that they mean
+
+
+def pack_rows(numbers: Tensor, bits: int, columns: tuple[int, ...] | None = None) -> Tensor:
+    """Pack unsigned [r, c] to int32 [r, c * bits / 32]."""
+    count = 32 // bits
+    order = columns or tuple(range(count))
+    rows = []
+    for row in numbers.tolist():
+        words = [sum(row[start + order[i]] << bits * i for i in range(count)) for start in range(0, len(row), count)]
+        rows.append([word - 2**32 if word >= 2**31 else word for word in words])
+    return torch.tensor(rows, dtype=torch.int32)
+
+
+def make_numbers(shape: tuple[int, ...], low: int, high: int) -> Tensor:
+    return torch.randint(low, high, shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def make_scales(*shape: int) -> Tensor:
+    return torch.rand(shape, generator=torch.Generator().manual_seed(sum(shape))).add(0.5).div(200).half()
+
+
+def pack_gptq(n: int, k: int, bits: int = 4, offset: int = 1, is_shuffled: bool = False) -> Packed:
+    codes, groups = make_numbers((n, k), 0, 1 << bits), k // GROUP
+    zeros, scales = make_numbers((groups, n), 1, (1 << bits) - 1), make_scales(groups, n)
+    index = torch.arange(k) // GROUP
+    if is_shuffled:
+        index = index[torch.randperm(k, generator=torch.Generator().manual_seed(1))]
+    parts = {
+        "qweight": pack_rows(codes, bits).T.contiguous(),
+        "qzeros": pack_rows(zeros - offset, bits),
+        "scales": scales,
+        "g_idx": index.int(),
+    }
+    return parts, (codes - zeros[index].T) * scales[index].T.float()
+
+
+def pack_awq(n: int, k: int) -> Packed:
+    codes, zeros, scales = make_numbers((k, n), 0, 16), make_numbers((k // GROUP, n), 0, 16), make_scales(k // GROUP, n)
+    index = torch.arange(k) // GROUP
+    parts = {"qweight": pack_rows(codes, 4, AWQ_COLUMNS), "qzeros": pack_rows(zeros, 4, AWQ_COLUMNS), "scales": scales}
+    return parts, ((codes - zeros[index]) * scales[index].float()).T
+
+
+def pack_int4(n: int, k: int, has_zeros: bool) -> Packed:
+    codes, scales, index = make_numbers((n, k), -8, 8), make_scales(n, k // GROUP), torch.arange(k) // GROUP
+    zeros = make_numbers((n, k // GROUP), -8, 8) if has_zeros else torch.zeros(n, k // GROUP, dtype=torch.long)
+    parts = {
+        "weight_packed": pack_rows(codes + 8, 4),
+        "weight_shape": torch.tensor([n, k]),
+        "weight_scale": scales,
+    }
+    if has_zeros:
+        parts["weight_zero_point"] = pack_rows((zeros + 8).T, 4).T.contiguous()
+    return parts, (codes - zeros[:, index]) * scales[:, index].float()
+
+
+def pack_int8(n: int, k: int) -> Packed:
+    codes, scales = make_numbers((n, k), -128, 128), make_scales(n, 1)
+    return {"weight": codes.to(torch.int8), "weight_scale": scales}, codes * scales.float()
+
+
+def pack_float8(n: int, k: int, block: int | None) -> Packed:
+    codes = torch.randn(n, k, generator=torch.Generator().manual_seed(n)).to(torch.float8_e4m3fn)
+    scales = torch.rand(n // block, k // block).add(0.1) if block else torch.tensor([0.25])
+    whole = scales.repeat_interleave(block, 0).repeat_interleave(block, 1) if block else scales
+    parts = {"weight": codes, "weight_scale": scales, "input_scale": torch.ones(1)}
+    return parts, codes.float() * whole
+
+
+def describe_compressed(layout: str, bits: int) -> dict[str, Any]:
+    groups = {"group_0": {"targets": ["Linear"], "weights": {"num_bits": bits}}}
+    return {"quant_method": "compressed-tensors", "format": layout, "config_groups": groups}
+
+
+GPTQ4 = {"quant_method": "gptq", "bits": 4, "group_size": GROUP}
+GPTQ_V2 = GPTQ4 | {"checkpoint_format": "gptq_v2"}
+AWQ: dict[str, Any] = {"quant_method": "awq", "bits": 4, "version": "gemm", "group_size": GROUP}
+KINDS: dict[str, tuple[dict[str, Any], Callable[[int, int], Packed]]] = {
+    "gptq": (GPTQ4, pack_gptq),
+    "gptq, inputs in the order of activations": (GPTQ4, lambda n, k: pack_gptq(n, k, is_shuffled=True)),
+    "gptq of 8 bits": (GPTQ4 | {"bits": 8}, lambda n, k: pack_gptq(n, k, bits=8)),
+    "gptq_v2": (GPTQ_V2, lambda n, k: pack_gptq(n, k, offset=0)),
+    "awq": (AWQ, pack_awq),
+    "int4": (describe_compressed("pack-quantized", 4), lambda n, k: pack_int4(n, k, False)),
+    "int4 with zero points": (describe_compressed("pack-quantized", 4), lambda n, k: pack_int4(n, k, True)),
+    "int8": (describe_compressed("int-quantized", 8), pack_int8),
+    "float8": (describe_compressed("float-quantized", 8), lambda n, k: pack_float8(n, k, None)),
+    "float8 in blocks": (describe_compressed("float-quantized", 8), lambda n, k: pack_float8(n, k, 8)),
+}
+
+
+def save_packed(folder: Path, block: dict[str, Any], pack: Callable[[int, int], Packed]) -> dict[str, Tensor]:
+    """Save a Llama with packed projections. Returns the matrices that they mean."""
+    tiny_models.llama().save_pretrained(folder)
+    held, meant = load_file(folder / "model.safetensors"), {}
+    for name in [name for name in held if "proj" in name]:
+        parts, meant[name] = pack(*held.pop(name).shape)
+        held |= {f"{name.removesuffix('weight')}{part}": value for part, value in parts.items()}
+    save_file(held, folder / "model.safetensors", {"format": "pt"})
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": block}))
+    return meant
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_decoded_weights_are_those_of_the_layout(tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    meant = save_packed(tmp_path / "model", *KINDS[kind])
+    with caplog.at_level(logging.WARNING):
+        model = load_model(str(tmp_path / "model"), "float32", CPU)
+    weights = dict(model.named_parameters())
+    for name, matrix in meant.items():
+        assert torch.equal(weights[name], matrix), name
+    lines = [record.getMessage() for record in caplog.records if "are widened to float32" in record.getMessage()]
+    assert len(lines) == 1
+    assert f"{len(meant)} matrices of {KINDS[kind][0]['quant_method']}" in lines[0]
+
+
+def test_a_widened_model_generates_and_is_bfloat16_by_default(tmp_path: Path) -> None:
+    save_packed(tmp_path / "model", AWQ, pack_awq)
+    file = tmp_path / "model" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"dtype": "float16"}))
+    llm = LLM(str(tmp_path / "model"), tokenizer=None, device="cpu")
+    plain = llm.generate([[1, 2, 3]], Sampling(temperature=0, max_tokens=8))
+    assert len(plain[0].token_ids) == 8
+    assert load_model(str(tmp_path / "model"), "auto", CPU).dtype is torch.bfloat16
+
+
+REFUSED = {
+    "3 bits": (GPTQ4 | {"bits": 3}, r"GPTQ in format 'gptq' with 3 bits is not decoded"),
+    "marlin": (GPTQ4 | {"checkpoint_format": "marlin"}, "format 'marlin'"),
+    "gemv": (AWQ | {"version": "gemv"}, "AWQ of version 'gemv'"),
+    "nvfp4": (describe_compressed("nvfp4-pack-quantized", 4), "format 'nvfp4-pack-quantized' is not decoded"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_layout_without_decoder_is_refused(tmp_path: Path, kind: str) -> None:
+    block, message = REFUSED[kind]
+    save_packed(tmp_path / "model", block, pack_gptq)
+    with pytest.raises(ForedraftError, match=message):
+        load_model(str(tmp_path / "model"), "auto", CPU)
+
+
+def test_several_processes_are_refused(tmp_path: Path) -> None:
+    save_packed(tmp_path / "model", AWQ, pack_awq)
+    with pytest.raises(ForedraftError, match="use tensor_parallel_size=1"):
+        load_model(str(tmp_path / "model"), "auto", CPU, 2)
+
+
+def test_a_matrix_without_its_zero_points_is_refused(tmp_path: Path) -> None:
+    save_packed(tmp_path / "model", GPTQ4, pack_gptq)
+    file = tmp_path / "model" / "model.safetensors"
+    save_file({k: v for k, v in load_file(file).items() if not k.endswith("qzeros")}, file, {"format": "pt"})
+    with pytest.raises(ForedraftError, match=r"mlp\.down_proj could not be decoded \('qzeros'\)"):
+        load_model(str(tmp_path / "model"), "auto", CPU)
