@@ -80,6 +80,14 @@ def pack_int4(n: int, k: int, has_zeros: bool) -> Packed:
     return parts, (codes - zeros[:, index]) * scales[:, index].float()
 
 
+def pack_ordered_int4(n: int, k: int) -> Packed:
+    """Pack groups whose inputs are in the order of activations."""
+    parts, _ = pack_int4(n, k, False)
+    codes, scales = make_numbers((n, k), -8, 8), parts["weight_scale"]
+    index = (torch.arange(k) // GROUP)[torch.randperm(k, generator=torch.Generator().manual_seed(2))]
+    return parts | {"weight_g_idx": index.int()}, codes * scales[:, index].float()
+
+
 def pack_int8(n: int, k: int) -> Packed:
     codes, scales = make_numbers((n, k), -128, 128), make_scales(n, 1)
     return {"weight": codes.to(torch.int8), "weight_scale": scales}, codes * scales.float()
@@ -104,11 +112,14 @@ AWQ: dict[str, Any] = {"quant_method": "awq", "bits": 4, "version": "gemm", "gro
 KINDS: dict[str, tuple[dict[str, Any], Callable[[int, int], Packed]]] = {
     "gptq": (GPTQ4, pack_gptq),
     "gptq, inputs in the order of activations": (GPTQ4, lambda n, k: pack_gptq(n, k, is_shuffled=True)),
+    "gptq of 2 bits": (GPTQ4 | {"bits": 2}, lambda n, k: pack_gptq(n, k, bits=2)),
     "gptq of 8 bits": (GPTQ4 | {"bits": 8}, lambda n, k: pack_gptq(n, k, bits=8)),
     "gptq_v2": (GPTQ_V2, lambda n, k: pack_gptq(n, k, offset=0)),
     "awq": (AWQ, pack_awq),
     "int4": (describe_compressed("pack-quantized", 4), lambda n, k: pack_int4(n, k, False)),
     "int4 with zero points": (describe_compressed("pack-quantized", 4), lambda n, k: pack_int4(n, k, True)),
+    "int4, inputs in the order of activations": (describe_compressed("pack-quantized", 4), pack_ordered_int4),
+    "int8 without a name": (describe_compressed("naive-quantized", 8), pack_int8),
     "int8": (describe_compressed("int-quantized", 8), pack_int8),
     "float8": (describe_compressed("float-quantized", 8), lambda n, k: pack_float8(n, k, None)),
     "float8 in blocks": (describe_compressed("float-quantized", 8), lambda n, k: pack_float8(n, k, 8)),
@@ -167,6 +178,21 @@ def test_a_layout_without_decoder_is_refused(tmp_path: Path, kind: str) -> None:
         load_model(str(tmp_path / "model"), "auto", CPU)
 
 
+def test_a_file_that_the_index_does_not_list_is_not_read(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    meant = save_packed(folder, AWQ, pack_awq)
+    held = load_file(folder / "model.safetensors")
+    first, last = sorted(held)[:9], sorted(held)[9:]
+    for i, keys in enumerate((first, last)):
+        save_file({key: held[key] for key in keys}, folder / f"part-{i}.safetensors", {"format": "pt"})
+    index = dict.fromkeys(first, "part-0.safetensors") | dict.fromkeys(last, "part-1.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    (folder / "model.safetensors").unlink()
+    save_file({key: torch.zeros_like(value) for key, value in held.items()}, folder / "other.safetensors")
+    weights = dict(load_model(str(folder), "float32", CPU).named_parameters())
+    assert all(torch.equal(weights[name], matrix) for name, matrix in meant.items())
+
+
 def test_several_processes_are_refused(tmp_path: Path) -> None:
     save_packed(tmp_path / "model", AWQ, pack_awq)
     with pytest.raises(ForedraftError, match="use tensor_parallel_size=1"):
@@ -177,5 +203,5 @@ def test_a_matrix_without_its_zero_points_is_refused(tmp_path: Path) -> None:
     save_packed(tmp_path / "model", GPTQ4, pack_gptq)
     file = tmp_path / "model" / "model.safetensors"
     save_file({k: v for k, v in load_file(file).items() if not k.endswith("qzeros")}, file, {"format": "pt"})
-    with pytest.raises(ForedraftError, match=r"mlp\.down_proj could not be decoded \('qzeros'\)"):
+    with pytest.raises(ForedraftError, match=r"mlp\.down_proj could not be decoded as gptq \('qzeros'\)"):
         load_model(str(tmp_path / "model"), "auto", CPU)

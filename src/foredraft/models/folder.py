@@ -94,11 +94,7 @@ def read_stored_shapes(path: Path, name: str) -> StoredTensors:
     Raises:
         ForedraftError: a file is missing or damaged, or there are no tensors.
     """
-    files = (
-        [SINGLE_FILE]
-        if (path / SINGLE_FILE).exists() or (path / SINGLE_FILE).is_symlink()
-        else _list_shards(path, name)
-    )
+    files = list_weight_files(path, name)
     shapes = {}
     for file in files:
         for key, entry in read_header(path / file, name).items():
@@ -108,7 +104,18 @@ def read_stored_shapes(path: Path, name: str) -> StoredTensors:
     return shapes
 
 
-def _list_shards(path: Path, name: str) -> list[str]:
+def list_weight_files(path: Path, name: str) -> list[str]:
+    """List the weight files of a model folder: the single file, or those of the index.
+
+    Args:
+        path: model folder.
+        name: name of the model in errors.
+
+    Raises:
+        ForedraftError: the index is missing or damaged, or lists a file that is missing.
+    """
+    if (path / SINGLE_FILE).exists() or (path / SINGLE_FILE).is_symlink():
+        return [SINGLE_FILE]
     if not (path / INDEX_FILE).exists():
         first = min(file.name for file in path.glob("*.safetensors"))
         raise ForedraftError(

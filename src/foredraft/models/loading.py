@@ -17,7 +17,6 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     AutoModelForSpeechSeq2Seq,
     AutoTokenizer,
-    GenerationConfig,
 )
 from transformers.utils import cached_file
 
@@ -35,14 +34,13 @@ from foredraft.models.folder import (
 )
 from foredraft.models.quantized import check_quantization_kind, check_stored_dtypes, check_unused_tensors
 from foredraft.models.versions import warn_if_untested
-from foredraft.models.widening import decode_folder
+from foredraft.models.widening import decode_folder, read_generation_config
 
 log = logging.getLogger(__name__)
 # Share of a model's tokens that its tokenizer has. Below the minimum, the tokenizer belongs to another model.
 MIN_TOKENIZER_COVERAGE = 0.05
 # Share below which loading warns. Padding of the vocabulary lowers the share, down to 0.67 for ByT5.
 WARN_TOKENIZER_COVERAGE = 0.5
-GENERATION_FILE = "generation_config.json"
 MAX_ERROR_CHARS = 200  # characters of another library's error that our message repeats
 DTYPES = {
     "float32": torch.float32,
@@ -164,7 +162,7 @@ def load_model(name: str, dtype: str | torch.dtype, device: torch.device, tensor
     kind = _select_model_class(path, stored, name)
     try:
         widened = decode_folder(path, torch_dtype, name, tensor_parallel_size) if device.type == "cpu" else None
-        # transformers takes weights in memory only without a path, and its auto classes only with one
+        # weights in memory need a call without a path, which auto classes refuse
         loader = kind if widened is None else type(build_on_meta(kind, widened["config"]))
         model, report = loader.from_pretrained(
             **(widened or {"pretrained_model_name_or_path": str(path), "dtype": torch_dtype}),
@@ -180,8 +178,8 @@ def load_model(name: str, dtype: str | torch.dtype, device: torch.device, tensor
         raise _explain_error(name, error) from error
     if stored is None:
         _check_folder_contents(_find_snapshot(name), name)
-    if widened is not None and (path / GENERATION_FILE).exists():
-        model.generation_config = GenerationConfig.from_pretrained(str(path))  # needs a path, as above
+    if widened is not None:
+        read_generation_config(model, path)
     _check_weights(name, model, report)
     _check_end_ids(name, model)
     return model.to(device)
@@ -271,7 +269,7 @@ def _check_end_ids(name: str, model: Any) -> None:
     size = read_vocab_size(model)
     end_ids = {CONFIG_FILE: getattr(model.config.get_text_config(), "eos_token_id", None)}
     if model.generation_config is not None:
-        end_ids[GENERATION_FILE] = model.generation_config.eos_token_id
+        end_ids["generation_config.json"] = model.generation_config.eos_token_id
     for file, entry in end_ids.items():
         for token in entry if isinstance(entry, list | tuple) else [entry]:
             if token is not None and not 0 <= token < size:

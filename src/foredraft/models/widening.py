@@ -1,24 +1,25 @@
 """Widening of quantised checkpoints on the CPU: rounded weights are decoded to a floating type while loading."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoConfig
+from transformers import AutoConfig, GenerationConfig
 
 from foredraft.errors import ForedraftError
-from foredraft.models.folder import read_config
+from foredraft.models.folder import list_weight_files, read_config
 from foredraft.models.quantized import find_quantization_block
 from foredraft.models.rounded_grids import AWQ_BITS, PACKED_BITS, decode_awq, decode_compressed, decode_gptq
 
 log = logging.getLogger(__name__)
 WIDENED_KINDS = ("gptq", "awq", "compressed-tensors")
 COMPRESSED_FORMATS = ("pack-quantized", "int-quantized", "naive-quantized", "float-quantized")
-SCALE_SUFFIXES = {"gptq": ".scales", "awq": ".scales", "compressed-tensors": ".weight_scale"}
+SCALE_PARTS = {"gptq": "scales", "awq": "scales", "compressed-tensors": "weight_scale"}
 PART_NAMES = {
     "gptq": ("qweight", "qzeros", "scales", "g_idx"),
     "awq": ("qweight", "qzeros", "scales"),
@@ -65,6 +66,12 @@ def decode_folder(path: Path, dtype: torch.dtype | str, name: str, processes: in
     return {"pretrained_model_name_or_path": None, "config": config, "state_dict": weights, "dtype": dtype}
 
 
+def read_generation_config(model: Any, path: Path) -> None:
+    """Give a model the generation_config.json of its folder, which transformers skips for weights in memory."""
+    if (path / "generation_config.json").exists():
+        model.generation_config = GenerationConfig.from_pretrained(str(path))
+
+
 def read_widened(folder: Path, settings: Mapping[str, Any], dtype: torch.dtype, name: str) -> dict[str, Tensor]:
     """Read the tensors of a quantised folder with every rounded matrix decoded.
 
@@ -82,40 +89,73 @@ def read_widened(folder: Path, settings: Mapping[str, Any], dtype: torch.dtype, 
     Raises:
         ForedraftError: the layout is not supported, or a part of a matrix is missing.
     """
-    kind = settings["quant_method"]
-    bits = _read_bits(settings, name)
-    stored: dict[str, Tensor] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, "pt") as opened:
-            stored.update({key: opened.get_tensor(key) for key in opened.keys()})  # noqa: SIM118 - not a mapping
-    suffix, widened, before = SCALE_SUFFIXES[kind], 0, sum(tensor.nbytes for tensor in stored.values())
-    for path in sorted(key.removesuffix(suffix) for key in stored if key.endswith(suffix)):
-        keys = {part: f"{path}.{part}" for part in PART_NAMES[kind] if f"{path}.{part}" in stored}
-        parts = {part: stored.pop(key) for part, key in keys.items()}
-        try:
-            stored[f"{path}.weight"] = _decode(parts, settings, bits).to(dtype)
-        except (KeyError, RuntimeError, IndexError, ForedraftError) as error:
-            raise ForedraftError(
-                f"{name}: the {kind} weights of {path} could not be decoded ({error}); fetch the folder again"
-            ) from error
-        widened += 1
+    kind, bits, widened = settings["quant_method"], _read_bits(settings, name), 0
+    found: dict[str, Tensor] = {}
+    with ExitStack() as stack:
+        opened = _open_tensors(folder, name, stack)
+        for path, names in sorted(_group_parts(opened).items()):
+            parts = [part for part in PART_NAMES[kind] if part in names] if SCALE_PARTS[kind] in names else []
+            if parts:
+                stored = {part: opened[names[part]].get_tensor(names[part]) for part in parts}
+                found[f"{path}.weight"] = _decode_module(stored, settings, bits, f"{name}: the weights of {path}").to(
+                    dtype
+                )
+                widened += 1
+            for part in names.keys() - {*parts, *CACHE_SCALES}:
+                tensor = opened[names[part]].get_tensor(names[part])
+                found[names[part]] = tensor.to(dtype) if tensor.is_floating_point() else tensor
     if not widened:
-        raise ForedraftError(f"{name}: config.json says {kind}, and no tensor ends with {suffix}; fetch it again")
-    found = {key: value for key, value in stored.items() if key.rpartition(".")[2] not in CACHE_SCALES}
-    found = {key: value.to(dtype) if value.is_floating_point() else value for key, value in found.items()}
-    after = sum(tensor.nbytes for tensor in found.values())
-    log.warning(
-        "%s: %d matrices of %s are widened to %s, since the CPU has no kernel for their layout: %.1f MB of weights "
-        "instead of %.1f MB, read in each forward pass; activations are not rounded",
-        name, widened, kind, str(dtype).removeprefix("torch."), after / 1e6, before / 1e6,
-    )  # fmt: skip
+        raise ForedraftError(f"{name}: config.json says {kind}, and no tensor is a {SCALE_PARTS[kind]}; fetch it again")
+    before = sum((folder / file).stat().st_size for file in list_weight_files(folder, name))
+    warn_of_widening(name, widened, kind, dtype, before, sum(tensor.nbytes for tensor in found.values()))
     return found
 
 
-def _decode(parts: Mapping[str, Tensor], settings: Mapping[str, Any], bits: int) -> Tensor:
-    if settings["quant_method"] == "gptq":
-        return decode_gptq(parts, bits, 0 if settings.get("checkpoint_format") == "gptq_v2" else 1)
-    return decode_awq(parts) if settings["quant_method"] == "awq" else decode_compressed(parts, bits)
+def warn_of_widening(name: str, count: int, kind: str, dtype: torch.dtype, before: int, after: int) -> None:
+    """Warn that rounded weights were decoded.
+
+    Args:
+        name: name of the model.
+        count: number of matrices.
+        kind: kind of quantisation.
+        dtype: floating type of the result.
+        before: size of the weight files in bytes.
+        after: size of the decoded weights in bytes.
+    """
+    log.warning(
+        "%s: %d matrices of %s are widened to %s: %.1f MB of weights instead of %.1f MB are read in each forward pass; "
+        "quantization='int8' or 'int4' makes them small again, and rounds activations too",
+        name, count, kind, str(dtype).removeprefix("torch."), after / 1e6, before / 1e6,
+    )  # fmt: skip
+
+
+def _open_tensors(folder: Path, name: str, stack: ExitStack) -> dict[str, Any]:
+    """Open the weight files. Returns the file of each tensor; tensors are read one at a time later."""
+    opened = {}
+    for file in list_weight_files(folder, name):
+        handle = stack.enter_context(safe_open(folder / file, "pt"))
+        opened.update(dict.fromkeys(handle.keys(), handle))
+    return opened
+
+
+def _group_parts(keys: Iterable[str]) -> dict[str, dict[str, str]]:
+    """Group the names of tensors by module: path -> part -> name."""
+    groups: dict[str, dict[str, str]] = {}
+    for key in keys:
+        path, _, part = key.rpartition(".")
+        groups.setdefault(path, {})[part] = key
+    return groups
+
+
+def _decode_module(parts: Mapping[str, Tensor], settings: Mapping[str, Any], bits: int, title: str) -> Tensor:
+    """Decode the matrix of a module to float32. `title` names it in errors."""
+    kind = settings["quant_method"]
+    try:
+        if kind == "gptq":
+            return decode_gptq(parts, bits, 0 if settings.get("checkpoint_format") == "gptq_v2" else 1)
+        return decode_awq(parts) if kind == "awq" else decode_compressed(parts, bits)
+    except (KeyError, RuntimeError, IndexError, ForedraftError) as error:
+        raise ForedraftError(f"{title} could not be decoded as {kind} ({error}); fetch the folder again") from error
 
 
 def _read_bits(settings: Mapping[str, Any], name: str) -> int:
