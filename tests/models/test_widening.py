@@ -95,14 +95,14 @@ def pack_int8(n: int, k: int) -> Packed:
 
 def pack_float8(n: int, k: int, block: int | None) -> Packed:
     codes = torch.randn(n, k, generator=torch.Generator().manual_seed(n)).to(torch.float8_e4m3fn)
-    scales = torch.rand(n // block, k // block).add(0.1) if block else torch.tensor([0.25])
-    whole = scales.repeat_interleave(block, 0).repeat_interleave(block, 1) if block else scales
+    scales = torch.rand(-(-n // block), -(-k // block)).add(0.1) if block else torch.tensor([0.25])
+    whole = scales.repeat_interleave(block, 0)[:n].repeat_interleave(block, 1)[:, :k] if block else scales
     parts = {"weight": codes, "weight_scale": scales, "input_scale": torch.ones(1)}
     return parts, codes.float() * whole
 
 
-def describe_compressed(layout: str, bits: int) -> dict[str, Any]:
-    groups = {"group_0": {"targets": ["Linear"], "weights": {"num_bits": bits}}}
+def describe_compressed(layout: str, bits: int, **weights: object) -> dict[str, Any]:
+    groups = {"group_0": {"targets": ["Linear"], "weights": {"num_bits": bits, **weights}}}
     return {"quant_method": "compressed-tensors", "format": layout, "config_groups": groups}
 
 
@@ -122,7 +122,10 @@ KINDS: dict[str, tuple[dict[str, Any], Callable[[int, int], Packed]]] = {
     "int8 without a name": (describe_compressed("naive-quantized", 8), pack_int8),
     "int8": (describe_compressed("int-quantized", 8), pack_int8),
     "float8": (describe_compressed("float-quantized", 8), lambda n, k: pack_float8(n, k, None)),
-    "float8 in blocks": (describe_compressed("float-quantized", 8), lambda n, k: pack_float8(n, k, 8)),
+    "float8 in blocks, the last cut off": (
+        describe_compressed("float-quantized", 8, strategy="block", block_structure=[24, 24]),
+        lambda n, k: pack_float8(n, k, 24),
+    ),
 }
 
 

@@ -58,13 +58,15 @@ def _unpack_awq(words: Tensor) -> Tensor:
     return numbers[..., list(AWQ_ORDER)].flatten(1)
 
 
-def decode_compressed(parts: Mapping[str, Tensor], bits: int) -> Tensor:
+def decode_compressed(parts: Mapping[str, Tensor], bits: int, block: tuple[int, int] | None = None) -> Tensor:
     """Decode a matrix of compressed-tensors: pack-quantized, int-quantized, naive-quantized or float-quantized.
 
     Args:
         parts: `weight` [n, k] in int8 or float8, or `weight_packed` [n, k * bits / 32] with `weight_shape`;
             `weight_scale`; and maybe `weight_zero_point` and `weight_g_idx`.
         bits: bits of a packed weight.
+        block: rows and columns that share a scale; the last block may be cut off. Default None = equal parts of the
+            matrix, as many as there are scales.
 
     Returns:
         The matrix [n, k] in float32.
@@ -80,25 +82,27 @@ def decode_compressed(parts: Mapping[str, Tensor], bits: int) -> Tensor:
         codes = parts["weight"].float()
     groups = parts.get("weight_g_idx")
     if zeros is not None:
-        codes = codes - _spread(zeros.float(), codes, groups)
-    return codes * _spread(parts["weight_scale"].float(), codes, groups)
+        codes = codes - _spread(zeros.float(), codes, groups, block)
+    return codes * _spread(parts["weight_scale"].float(), codes, groups, block)
 
 
-def _spread(values: Tensor, codes: Tensor, groups: Tensor | None) -> Tensor:
+def _spread(values: Tensor, codes: Tensor, groups: Tensor | None, block: tuple[int, int] | None) -> Tensor:
     """Repeat scales or zero points of the tensor, of rows, of groups of inputs or of blocks to the shape [n, k]."""
     n, k = codes.shape
     if values.numel() == 1:
         return values.reshape(1, 1)
     values = values.reshape(len(values), -1)
     if len(values) != n:
-        values = values[_number_groups(n, len(values))]
+        values = values[_number_groups(n, len(values), block and block[0])]
     if groups is not None and values.shape[1] > 1:
         return values[:, groups.long()]
-    return values if values.shape[1] == 1 else values[:, _number_groups(k, values.shape[1])]
+    return values if values.shape[1] == 1 else values[:, _number_groups(k, values.shape[1], block and block[1])]
 
 
-def _number_groups(size: int, groups: int) -> Tensor:
-    """Return the group of each of `size` inputs or outputs."""
-    if size % groups:
+def _number_groups(size: int, groups: int, width: int | None = None) -> Tensor:
+    """Return the group of each of `size` inputs or outputs. Groups have `width` members, or equal parts of `size`."""
+    if width is None and size % groups:
         raise ForedraftError(f"{size} weights are stored with {groups} scales, which does not divide them")
-    return torch.arange(groups).repeat_interleave(size // groups)
+    if width is not None and -(-size // width) != groups:
+        raise ForedraftError(f"{size} weights in blocks of {width} are stored with {groups} scales")
+    return torch.arange(size) // (width or size // groups)

@@ -153,9 +153,18 @@ def _decode_module(parts: Mapping[str, Tensor], settings: Mapping[str, Any], bit
     try:
         if kind == "gptq":
             return decode_gptq(parts, bits, 0 if settings.get("checkpoint_format") == "gptq_v2" else 1)
-        return decode_awq(parts) if kind == "awq" else decode_compressed(parts, bits)
+        return decode_awq(parts) if kind == "awq" else decode_compressed(parts, bits, _read_block(settings))
     except (KeyError, RuntimeError, IndexError, ForedraftError) as error:
         raise ForedraftError(f"{title} could not be decoded as {kind} ({error}); fetch the folder again") from error
+
+
+def _read_block(settings: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Read the shape of the blocks of compressed-tensors that share a scale; None for other groups."""
+    weights = [group["weights"] for group in settings["config_groups"].values()]
+    blocks = {tuple(each["block_structure"]) for each in weights if each.get("strategy") == "block"}
+    if len(blocks) > 1:
+        raise ForedraftError(f"blocks of several shapes, {blocks}")
+    return next(iter(blocks), None)
 
 
 def _read_bits(settings: Mapping[str, Any], name: str) -> int:
