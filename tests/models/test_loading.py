@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 
 from foredraft.errors import ForedraftError
-from foredraft.models.loading import check_vocabularies, load_model, load_tokenizer, parse_device, parse_dtype
+from foredraft.models.loading import load_model, load_tokenizer, parse_device, parse_dtype
+from foredraft.models.vocabularies import check_vocabularies
 from tests.support.families import TINY, VOCAB
 
 CPU = torch.device("cpu")

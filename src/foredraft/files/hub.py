@@ -4,10 +4,7 @@ from pathlib import Path
 
 from foredraft.errors import ForedraftError
 
-GGUF_HINT = (
-    "give the folder of the safetensors model that it was made from, or convert it with transformers "
-    "(from_pretrained(folder, gguf_file=name), then save_pretrained)"
-)
+GGUF_HINT = "give the folder of the safetensors model that it was made from"
 DOWNLOAD_PATTERNS = ["*.json", "*.safetensors", "*.pt", "*.bin"]
 TOKENIZER_PATTERNS = ["*.txt", "*.model", "*.jinja"]  # files of a tokenizer and its chat template, besides *.json
 MAX_REASON_LENGTH = 200  # characters of an unknown error message that are repeated
@@ -94,7 +91,7 @@ def check_reachable(name: str, file: str) -> None:
 def explain_file(name: str, path: Path) -> str:
     """Explain how to replace a file that was given instead of a folder."""
     if path.suffix.lower() == ".gguf":
-        return f"{name} is a GGUF file, which is not read; {GGUF_HINT}"
+        return f"{name} is a GGUF file, which is read only as a model that runs in one process; here {GGUF_HINT}"
     return f"{name} is a file; give the folder that holds config.json and the weights"
 
 
@@ -102,7 +99,7 @@ def explain_folder(folder: Path, expected_kind: str) -> str:
     """Explain what a folder of another kind holds, and how to use its content."""
     packed = sorted(file.name for file in folder.glob("*.gguf"))
     if packed:
-        return f"it holds {packed[0]}, and GGUF files are not read: {GGUF_HINT}"
+        return f"it holds {packed[0]}, and GGUF files are read only as models that run in one process: here {GGUF_HINT}"
     if (folder / "adapter_config.json").exists():
         return (
             "it holds an adapter (LoRA): merge it into its base model first (PEFT's merge_and_unload, then "

@@ -172,7 +172,7 @@ def _iterate_numbers(config: dict[str, Any], prefix: str = "", depth: int = 0) -
             yield from _iterate_numbers(value, f"{prefix}{key}.", depth + 1)
 
 
-def check_shapes(model: Any, stored: StoredTensors, name: str) -> None:
+def check_shapes(model: Any, stored: StoredTensors, name: str, origin: str = CONFIG_FILE) -> None:
     """Compare a model on device meta with the stored tensors.
 
     Shapes are compared for float tensors under the same name. All others are covered by a bound on the total size.
@@ -181,6 +181,7 @@ def check_shapes(model: Any, stored: StoredTensors, name: str) -> None:
         model: model without memory.
         stored: tensors of the folder.
         name: name of the model in errors.
+        origin: where the configuration is from. Default config.json.
 
     Raises:
         ForedraftError: a shape differs, or the model has far more numbers than the folder.
@@ -192,12 +193,12 @@ def check_shapes(model: Any, stored: StoredTensors, name: str) -> None:
         if entry is None or entry[0] not in FLOAT_DTYPES or entry[1] == tuple(parameter.shape):
             continue
         raise ForedraftError(
-            f"{name}: {key} is stored as {list(entry[1])} and config.json makes it {list(parameter.shape)}; "
+            f"{name}: {key} is stored as {list(entry[1])} and {origin} makes it {list(parameter.shape)}; "
             "the weights belong to another configuration"
         )
     if total > MAX_WEIGHTS_PER_BYTE * stored_bytes:
         raise ForedraftError(
-            f"{name}: config.json makes a model of {total:,} numbers, and its weights hold far fewer; "
+            f"{name}: {origin} makes a model of {total:,} numbers, and its weights hold far fewer; "
             "the weights belong to another configuration"
         )
 

@@ -22,6 +22,7 @@ from transformers.utils import cached_file
 
 from foredraft.errors import ForedraftError
 from foredraft.files import hub
+from foredraft.files.gguf import find_gguf
 from foredraft.models.folder import (
     CONFIG_FILE,
     StoredTensors,
@@ -32,6 +33,8 @@ from foredraft.models.folder import (
     read_config,
     read_stored_shapes,
 )
+from foredraft.models.gguf_model import decode_gguf
+from foredraft.models.gguf_tokenizer import read_gguf_tokenizer
 from foredraft.models.quantized import check_quantization_kind, check_stored_dtypes, check_unused_tensors
 from foredraft.models.versions import warn_if_untested
 from foredraft.models.widening import decode_folder, read_generation_config
@@ -141,7 +144,7 @@ def load_model(name: str, dtype: str | torch.dtype, device: torch.device, tensor
     Remote code and pickles are refused, and so is a checkpoint that lacks a weight.
 
     Args:
-        name: model folder or hub id.
+        name: model folder, hub id or GGUF file.
         dtype: dtype of the weights or its name; "auto" = as stored.
         device: device of the model.
         tensor_parallel_size: processes of the default process group of torch, each of which loads its part of the
@@ -150,39 +153,76 @@ def load_model(name: str, dtype: str | torch.dtype, device: torch.device, tensor
     Raises:
         ForedraftError: the model cannot be loaded, or its files contradict each other.
     """
-    check_model_path(name)
     warn_if_untested()
-    path = Path(name).expanduser()
     torch_dtype = parse_dtype(dtype) or "auto"
+    file = find_gguf(name)
+    if file is not None:
+        model, report = _load_gguf(file, name, torch_dtype, tensor_parallel_size)
+    else:
+        model, report = _load_folder(name, torch_dtype, device, tensor_parallel_size)
+    _check_weights(name, model, report)
+    _check_end_ids(name, model)
+    return model.to(device)
+
+
+def _load_gguf(file: Path, name: str, dtype: str | torch.dtype, processes: int) -> tuple[Any, dict[str, Any]]:
+    """Load a GGUF file. Returns the model and the report of transformers."""
+    try:
+        options = decode_gguf(file, dtype, name, processes)
+        return _load_decoded(AutoModelForCausalLM, options, name, "its metadata")
+    except ForedraftError:
+        raise
+    except Exception as error:  # a configuration that transformers refuses
+        raise _explain_error(name, error) from error
+
+
+def _load_folder(
+    name: str, dtype: str | torch.dtype, device: torch.device, processes: int
+) -> tuple[Any, dict[str, Any]]:
+    """Load a folder or hub id. Returns the model and the report of transformers."""
+    check_model_path(name)
+    path = Path(name).expanduser()
     if path.is_dir():
         stored = _check_folder_contents(path, name)
     else:
         stored = None
         hub.check_reachable(name, CONFIG_FILE)
     kind = _select_model_class(path, stored, name)
+    widened = decode_folder(path, dtype, name, processes) if device.type == "cpu" else None
+    if widened is not None:
+        model, report = _load_decoded(kind, widened, name)
+        read_generation_config(model, path)
+        return model, report
+    options = {"pretrained_model_name_or_path": str(path), "dtype": dtype, **_make_parallel_options(processes)}
+    model, report = _load_pretrained(kind, options, name)
+    if stored is None:
+        _check_folder_contents(_find_snapshot(name), name)
+    return model, report
+
+
+def _load_decoded(
+    kind: Any, options: dict[str, Any], name: str, origin: str = CONFIG_FILE
+) -> tuple[Any, dict[str, Any]]:
+    """Load weights in memory. They need a call without a path, which auto classes refuse."""
+    model = build_on_meta(kind, options["config"])
+    check_shapes(
+        model, {key: ("F32", tuple(tensor.shape)) for key, tensor in options["state_dict"].items()}, name, origin
+    )
+    return _load_pretrained(type(model), options, name)
+
+
+def _load_pretrained(kind: Any, options: dict[str, Any], name: str) -> tuple[Any, dict[str, Any]]:
+    """Call `from_pretrained` of a class of transformers. Returns the model and the report of what was loaded."""
     try:
-        widened = decode_folder(path, torch_dtype, name, tensor_parallel_size) if device.type == "cpu" else None
-        # weights in memory need a call without a path, which auto classes refuse
-        loader = kind if widened is None else type(build_on_meta(kind, widened["config"]))
-        model, report = loader.from_pretrained(
-            **(widened or {"pretrained_model_name_or_path": str(path), "dtype": torch_dtype}),
+        return kind.from_pretrained(  # type: ignore[no-any-return]
+            **options,
             trust_remote_code=False,
             use_safetensors=True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # lists them in the report; otherwise an exception prints a table
-            **_make_parallel_options(tensor_parallel_size),
         )
-    except ForedraftError:
-        raise
     except Exception as error:  # transformers and the hub raise dozens of kinds
         raise _explain_error(name, error) from error
-    if stored is None:
-        _check_folder_contents(_find_snapshot(name), name)
-    if widened is not None:
-        read_generation_config(model, path)
-    _check_weights(name, model, report)
-    _check_end_ids(name, model)
-    return model.to(device)
 
 
 def _make_parallel_options(size: int) -> dict[str, Any]:
@@ -319,86 +359,48 @@ def load_tokenizer(name: str, vocab_size: int | None = None) -> Any | None:
     """Load the tokenizer of a model.
 
     Args:
-        name: model folder or hub id.
+        name: model folder, hub id or GGUF file.
         vocab_size: number of tokens of the model's logits. Default None = not compared.
 
     Returns:
-        The tokenizer, or None for a folder without one.
+        The tokenizer, or None for a folder or file without one.
 
     Raises:
         ForedraftError: the tokenizer is damaged, or has far fewer tokens than the model.
     """
-    path = Path(name).expanduser()
+    path, gguf = Path(name).expanduser(), find_gguf(name)
     files = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
-    if path.is_dir() and not any((path / file).exists() for file in files):
+    has_files = path.is_dir() and any((path / file).exists() for file in files)
+    if path.is_dir() and not has_files and gguf is None:
         return None
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
+        if gguf is not None and not has_files:
+            tokenizer = read_gguf_tokenizer(gguf, name)
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
+    except ForedraftError:
+        raise
     except Exception as error:
+        if gguf is not None:
+            raise ForedraftError(
+                f"the tokenizer of {name} could not be read ({_summarise_error(error)}); give tokenizer=FOLDER, that "
+                "of the model that the file was made from"
+            ) from error
         if path.is_dir():
             raise ForedraftError(
                 f"the tokenizer of {name} could not be loaded ({_summarise_error(error)}); fetch tokenizer.json and "
                 "tokenizer_config.json again"
             ) from error
         raise _explain_error(f"the tokenizer of {name}", error) from error
-    if vocab_size is not None and len(tokenizer) < MIN_TOKENIZER_COVERAGE * vocab_size:
+    if vocab_size is None or tokenizer is None:
+        return tokenizer
+    if len(tokenizer) < MIN_TOKENIZER_COVERAGE * vocab_size:
         raise ForedraftError(
             f"{name}: its tokenizer has {len(tokenizer)} tokens and the model {vocab_size}, so it cannot decode most "
             "of the model's output; fetch the model's own tokenizer, or give tokenizer=None to use token ids"
         )
-    if vocab_size is not None and len(tokenizer) < WARN_TOKENIZER_COVERAGE * vocab_size:
+    if len(tokenizer) < WARN_TOKENIZER_COVERAGE * vocab_size:
         log.warning(
             "%s: its tokenizer has %d tokens and the model %d; is it the model's own?", name, len(tokenizer), vocab_size
         )
     return tokenizer
-
-
-def check_vocabularies(target: tuple[str, Any | None, int], draft: tuple[str, Any | None, int]) -> None:
-    """Refuse a draft model with another vocabulary than the target's.
-
-    Args:
-        target: name, tokenizer or None, and number of tokens of the logits.
-        draft: likewise for the draft model.
-
-    Raises:
-        ForedraftError: the vocabularies differ; the message has the lowest token id that differs.
-    """
-    difference = find_vocabulary_difference(target, draft)
-    if difference is not None:
-        raise ForedraftError(f"{difference}; use a draft with the target's tokenizer")
-
-
-def find_vocabulary_difference(target: tuple[str, Any | None, int], draft: tuple[str, Any | None, int]) -> str | None:
-    """Describe the difference of two vocabularies.
-
-    Vocabularies with the same tokens are equal even if they are padded to different sizes. Without both tokenizers
-    only the sizes are compared.
-
-    Args:
-        target: name, tokenizer or None, and number of tokens of the logits.
-        draft: likewise for the draft model.
-
-    Returns:
-        The first difference by token id, or None.
-    """
-    (target_name, target_tok, target_size), (draft_name, draft_tok, draft_size) = target, draft
-    if target_tok is None or draft_tok is None:
-        if target_size == draft_size:
-            return None
-        return (
-            f"{draft_name} has {draft_size} tokens and {target_name} {target_size}, and without both tokenizers "
-            "they cannot be compared"
-        )
-    target_tokens = {i: token for token, i in target_tok.get_vocab().items() if i < target_size}
-    draft_tokens = {i: token for token, i in draft_tok.get_vocab().items() if i < draft_size}
-    for i in sorted(target_tokens.keys() | draft_tokens.keys()):
-        if target_tokens.get(i) != draft_tokens.get(i):
-            return (
-                f"{draft_name} does not share the vocabulary of {target_name}: token {i} is "
-                f"{_format_token(draft_tokens, i)} in the draft and {_format_token(target_tokens, i)} in the target"
-            )
-    return None
-
-
-def _format_token(vocabulary: dict[int, str], i: int) -> str:
-    return repr(vocabulary[i]) if i in vocabulary else "missing"

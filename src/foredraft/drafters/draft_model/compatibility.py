@@ -4,7 +4,8 @@ from typing import Any
 
 from foredraft.errors import ForedraftError
 from foredraft.models.hf import HFModel
-from foredraft.models.loading import check_vocabularies, load_tokenizer
+from foredraft.models.loading import load_tokenizer
+from foredraft.models.vocabularies import check_vocabularies
 
 
 def check_same_kind(config: Any, name: str, target: HFModel) -> None:

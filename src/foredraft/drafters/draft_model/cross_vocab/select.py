@@ -12,7 +12,7 @@ from foredraft.drafters.draft_model.cross_vocab.vocab_map import VocabMap
 from foredraft.drafters.method import DrafterContext
 from foredraft.errors import ForedraftError
 from foredraft.models.hf import LM
-from foredraft.models.loading import find_vocabulary_difference
+from foredraft.models.vocabularies import find_vocabulary_difference
 from foredraft.tokenization.byte_vocabulary import TokenizerVocabulary
 
 log = logging.getLogger(__name__)
