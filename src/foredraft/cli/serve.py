@@ -332,10 +332,12 @@ def read_model_names(options: ServeOptions) -> tuple[str, ...]:
 
 
 def read_model_name(model: str | None) -> str:
-    """Return the name of a model in requests; for a local folder the last part of its path."""
+    """Return the name of a model in requests; for a local folder or file the last part of its path."""
     if model is None:
         return "builtin"
     folder = Path(model).expanduser()
+    if folder.is_file():
+        return folder.stem
     return folder.resolve().name if folder.is_dir() else model
 
 
