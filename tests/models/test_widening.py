@@ -1,4 +1,4 @@
-"""Checkpoints of GPTQ, AWQ and compressed-tensors on the CPU: decoded weights and refusals.
+"""Checkpoints of GPTQ, AWQ and compressed-tensors on the CPU: decoded weights, kernels and refusals.
 
 The packages that write these checkpoints are not in the environment. The packers below follow the published layouts
 number by number, and share no code with the decoder.
@@ -17,7 +17,10 @@ from torch import Tensor
 
 from foredraft import LLM, Sampling
 from foredraft.errors import ForedraftError
+from foredraft.kernels.quantize import unpack
+from foredraft.models.hf import get_packed_weights
 from foredraft.models.loading import load_model
+from foredraft.models.native.decoder import interleave_rows
 from tests.support import tiny_models
 
 CPU = torch.device("cpu")
@@ -129,9 +132,11 @@ KINDS: dict[str, tuple[dict[str, Any], Callable[[int, int], Packed]]] = {
 }
 
 
-def save_packed(folder: Path, block: dict[str, Any], pack: Callable[[int, int], Packed]) -> dict[str, Tensor]:
+def save_packed(
+    folder: Path, block: dict[str, Any], pack: Callable[[int, int], Packed], hidden: int = 32
+) -> dict[str, Tensor]:
     """Save a Llama with packed projections. Returns the matrices that they mean."""
-    tiny_models.llama().save_pretrained(folder)
+    tiny_models.llama(hidden=hidden).save_pretrained(folder)
     held, meant = load_file(folder / "model.safetensors"), {}
     for name in [name for name in held if "proj" in name]:
         parts, meant[name] = pack(*held.pop(name).shape)
@@ -208,3 +213,63 @@ def test_a_matrix_without_its_zero_points_is_refused(tmp_path: Path) -> None:
     save_file({k: v for k, v in load_file(file).items() if not k.endswith("qzeros")}, file, {"format": "pt"})
     with pytest.raises(ForedraftError, match=r"mlp\.down_proj could not be decoded as gptq \('qzeros'\)"):
         load_model(str(tmp_path / "model"), "auto", CPU)
+
+
+def pack_bf16_int4(n: int, k: int) -> Packed:
+    parts, _ = pack_int4(n, k, False)
+    scales = parts["weight_scale"].bfloat16()
+    codes = make_numbers((n, k), -8, 8)
+    return parts | {"weight_scale": scales}, codes * scales[:, torch.arange(k) // GROUP].float()
+
+
+def pack_channel_int4(n: int, k: int) -> Packed:
+    codes, scales = make_numbers((n, k), -8, 8), make_scales(n, 1).bfloat16()
+    shape = torch.tensor([n, k])
+    return {
+        "weight_packed": pack_rows(codes + 8, 4),
+        "weight_shape": shape,
+        "weight_scale": scales,
+    }, codes * scales.float()
+
+
+def list_projections(model: Any, meant: dict[str, Tensor]) -> list[Tensor]:
+    """List the matrices of the layers as native code joins them."""
+    joined = []
+    for i in range(model.config.num_hidden_layers):
+        of = {name.split(".")[-2]: each for name, each in meant.items() if f"layers.{i}." in name}
+        joined += [torch.cat([of["q_proj"], of["k_proj"], of["v_proj"]]), of["o_proj"]]
+        joined += [interleave_rows([of["gate_proj"], of["up_proj"]]), of["down_proj"]]
+    return joined
+
+
+KEPT = {
+    "int8": ("int8", describe_compressed("int-quantized", 8), pack_int8),
+    "int4 in groups": ("int4", describe_compressed("pack-quantized", 4), pack_bf16_int4),
+    "int4 of whole rows": ("int4", describe_compressed("pack-quantized", 4), pack_channel_int4),
+}
+
+
+@pytest.mark.parametrize("is_fused", [True, False])
+@pytest.mark.parametrize("kind", KEPT)
+def test_kernels_have_exactly_the_values_of_the_checkpoint(
+    tmp_path: Path, kind: str, is_fused: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    quantization, block, pack = KEPT[kind]
+    meant = save_packed(tmp_path / "model", block, pack, hidden=64)
+    llm = LLM(str(tmp_path / "model"), tokenizer=None, device="cpu", quantization=quantization, fused=is_fused)
+    assert f"{len(meant)} of {len(meant)} matrices of compressed-tensors keep their values" in caplog.text
+    packed = [unpack(weight).dequantise().float() for weight in get_packed_weights(llm.target)]
+    expected = list_projections(llm.target.model, meant) if is_fused else list(meant.values())
+    for matrix in expected:
+        assert any(other.shape == matrix.shape and torch.equal(other, matrix) for other in packed)
+    assert len(llm.generate([[1, 2, 3]], Sampling(temperature=0, max_tokens=4))[0].token_ids) == 4
+
+
+@pytest.mark.parametrize("kind", ["int4", "awq", "float8"])
+def test_another_grid_is_rounded_a_second_time_with_a_warning(
+    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    meant = save_packed(tmp_path / "model", *KINDS[kind], hidden=64)
+    LLM(str(tmp_path / "model"), tokenizer=None, device="cpu", quantization="int4")
+    assert f"0 of {len(meant)} matrices" in caplog.text
+    assert f"{len(meant)} are rounded a second time" in caplog.text

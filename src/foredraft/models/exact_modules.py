@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from foredraft.kernels.gpu.loading import ExactKernels
+from foredraft.models.grid_linear import GridLinear
 
 EPS_NAMES = ("variance_epsilon", "eps", "epsilon")  # attributes that norms use for the number added to the variance
 SCALES = (1.0, 1e-3)  # of the rows that a norm is tried on; with small ones the epsilon shows
@@ -96,7 +97,7 @@ def replace_modules(model: Any, kernels: ExactKernels) -> None:
 @torch.no_grad()
 def _make_exact(module: nn.Module, kernels: ExactKernels) -> nn.Module | None:
     """Make the exact version of a module; None if it has none."""
-    if type(module) in (nn.Linear, Conv1D):
+    if type(module) in (nn.Linear, GridLinear, Conv1D):
         return ExactLinear(module, kernels)
     if type(module) is nn.LayerNorm and len(module.normalized_shape) == 1:
         return ExactLayerNorm(module.weight, module.bias, module.eps, kernels)

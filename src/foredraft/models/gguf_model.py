@@ -14,7 +14,7 @@ from foredraft.errors import ForedraftError
 from foredraft.files.gguf import GgufHeader, GgufTensor, read_gguf_header
 from foredraft.models.gguf_blocks import decode_blocks
 from foredraft.models.gguf_families import GGUF_FAMILIES, GgufFacts, GgufFamily, make_config_values
-from foredraft.models.widening import warn_of_widening
+from foredraft.models.widening import DecodedModel, warn_of_rounding, warn_of_widening
 
 CHUNK_WEIGHTS = 1 << 22  # weights decoded at a time
 FLOAT_FORMATS = ("F32", "F16", "BF16")
@@ -26,7 +26,9 @@ LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_po
 TENSOR_NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
 
 
-def decode_gguf(file: Path, dtype: torch.dtype | str, name: str, processes: int = 1) -> dict[str, Any]:
+def decode_gguf(
+    file: Path, dtype: torch.dtype | str, name: str, processes: int = 1, quantization: str | None = None
+) -> DecodedModel:
     """Decode a GGUF file.
 
     Args:
@@ -34,9 +36,7 @@ def decode_gguf(file: Path, dtype: torch.dtype | str, name: str, processes: int 
         dtype: floating type of the result; "auto" = float32 if every weight has it, else bfloat16.
         name: name of the model in errors.
         processes: processes that share the model. Default 1.
-
-    Returns:
-        Options of `from_pretrained` of a transformers model class.
+        quantization: "int8" or "int4", which round the weights later. Default None = none.
 
     Raises:
         ForedraftError: the file is damaged, its architecture or a format is not read, or there are several processes.
@@ -69,9 +69,11 @@ def decode_gguf(file: Path, dtype: torch.dtype | str, name: str, processes: int 
     rounded = [tensor for tensor in header.tensors.values() if tensor.format.name not in FLOAT_FORMATS]
     if rounded:
         kinds = "GGUF " + ", ".join(sorted(formats - set(FLOAT_FORMATS)))
-        after = sum(tensor.nbytes for tensor in weights.values())
-        warn_of_widening(name, len(rounded), kinds, dtype, file.stat().st_size, after)
-    return {"pretrained_model_name_or_path": None, "config": config, "state_dict": weights, "dtype": dtype}
+        if quantization is None:
+            warn_of_widening(name, len(rounded), kinds, dtype, file.stat().st_size, weights)
+        else:
+            warn_of_rounding(name, len(rounded), kinds, 0, quantization)
+    return DecodedModel(config, weights, dtype)
 
 
 def _rename_tensor(key: str, family: GgufFamily, name: str) -> str:

@@ -35,16 +35,17 @@ from foredraft.models.folder import (
 )
 from foredraft.models.gguf_model import decode_gguf
 from foredraft.models.gguf_tokenizer import read_gguf_tokenizer
+from foredraft.models.grid_linear import install_grids
+from foredraft.models.loading_errors import MAX_ERROR_CHARS, explain_error, summarise_error
 from foredraft.models.quantized import check_quantization_kind, check_stored_dtypes, check_unused_tensors
 from foredraft.models.versions import warn_if_untested
-from foredraft.models.widening import decode_folder, read_generation_config
+from foredraft.models.widening import DecodedModel, decode_folder, read_generation_config
 
 log = logging.getLogger(__name__)
 # Share of a model's tokens that its tokenizer has. Below the minimum, the tokenizer belongs to another model.
 MIN_TOKENIZER_COVERAGE = 0.05
 # Share below which loading warns. Padding of the vocabulary lowers the share, down to 0.67 for ByT5.
 WARN_TOKENIZER_COVERAGE = 0.5
-MAX_ERROR_CHARS = 200  # characters of another library's error that our message repeats
 DTYPES = {
     "float32": torch.float32,
     "float64": torch.float64,
@@ -99,46 +100,13 @@ def parse_device(device: str | torch.device) -> torch.device:
     return parsed
 
 
-def _explain_error(name: str, error: Exception) -> ForedraftError:
-    """Convert an error of transformers or the hub to one that says what to do."""
-    text = f"{type(error).__name__}: {error}".lower()
-    is_local = Path(name).expanduser().is_dir()
-    if "gated" in text or "401 client" in text or "403 client" in text:
-        return ForedraftError(
-            f"{name} is gated or private: ask for access on its page, then log in with `hf auth login`"
-        )
-    if "unrecognized configuration class" in text:
-        return ForedraftError(
-            f"{name} is not a causal language model ({_find_config_class(str(error))}); "
-            "give a model for text generation"
-        )
-    if "unrecognized model" in text or "model type" in text or "model_type" in text:
-        return ForedraftError(f"{name}: its config.json names no architecture that this transformers version supports")
-    if "not a valid json" in text or "jsondecodeerror" in text:
-        return ForedraftError(f"{name}: its config.json is not valid JSON; fetch it again")
-    if "safetensorerror" in text:
-        return ForedraftError(f"{name}: its safetensors weights are damaged or cut off; fetch them again")
-    if not is_local and (
-        "couldn't connect" in text or "offline" in text or "locate" in text or "localentrynotfound" in text
-    ):
-        return hub.make_fetch_error(name)
-    if not is_local and ("not a local folder" in text or "404 client" in text or "repository not found" in text):
-        return ForedraftError(f"{name} is neither a local folder nor a model on the hub; check the spelling")
-    return ForedraftError(f"{name} could not be loaded ({_summarise_error(error)})")
-
-
-def _summarise_error(error: Exception) -> str:
-    """Summarise an error by its type and first two lines: transformers names a field, then its fault."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {' '.join(lines[:2])[:MAX_ERROR_CHARS]}"
-
-
-def _find_config_class(text: str) -> str:
-    match = re.search(r"'[\w.]*?(\w+Config)'", text)
-    return match[1] if match else "by its configuration"
-
-
-def load_model(name: str, dtype: str | torch.dtype, device: torch.device, tensor_parallel_size: int = 1) -> Any:
+def load_model(
+    name: str,
+    dtype: str | torch.dtype,
+    device: torch.device,
+    tensor_parallel_size: int = 1,
+    quantization: str | None = None,
+) -> Any:
     """Load a causal LM or an encoder-decoder model with safetensors weights.
 
     Remote code and pickles are refused, and so is a checkpoint that lacks a weight.
@@ -149,6 +117,8 @@ def load_model(name: str, dtype: str | torch.dtype, device: torch.device, tensor
         device: device of the model.
         tensor_parallel_size: processes of the default process group of torch, each of which loads its part of the
             weights at the same time. Default 1 = the whole model.
+        quantization: "int8" or "int4" if the caller packs the model so. Linear layers of a checkpoint on that grid are
+            then GridLinear. Default None = none.
 
     Raises:
         ForedraftError: the model cannot be loaded, or its files contradict each other.
@@ -157,27 +127,29 @@ def load_model(name: str, dtype: str | torch.dtype, device: torch.device, tensor
     torch_dtype = parse_dtype(dtype) or "auto"
     file = find_gguf(name)
     if file is not None:
-        model, report = _load_gguf(file, name, torch_dtype, tensor_parallel_size)
+        model, report = _load_gguf(file, name, torch_dtype, tensor_parallel_size, quantization)
     else:
-        model, report = _load_folder(name, torch_dtype, device, tensor_parallel_size)
+        model, report = _load_folder(name, torch_dtype, device, tensor_parallel_size, quantization)
     _check_weights(name, model, report)
     _check_end_ids(name, model)
     return model.to(device)
 
 
-def _load_gguf(file: Path, name: str, dtype: str | torch.dtype, processes: int) -> tuple[Any, dict[str, Any]]:
+def _load_gguf(
+    file: Path, name: str, dtype: str | torch.dtype, processes: int, quantization: str | None
+) -> tuple[Any, dict[str, Any]]:
     """Load a GGUF file. Returns the model and the report of transformers."""
     try:
-        options = decode_gguf(file, dtype, name, processes)
-        return _load_decoded(AutoModelForCausalLM, options, name, "its metadata")
+        decoded = decode_gguf(file, dtype, name, processes, quantization)
+        return _load_decoded(AutoModelForCausalLM, decoded, name, "its metadata")
     except ForedraftError:
         raise
     except Exception as error:  # a configuration that transformers refuses
-        raise _explain_error(name, error) from error
+        raise explain_error(name, error) from error
 
 
 def _load_folder(
-    name: str, dtype: str | torch.dtype, device: torch.device, processes: int
+    name: str, dtype: str | torch.dtype, device: torch.device, processes: int, quantization: str | None
 ) -> tuple[Any, dict[str, Any]]:
     """Load a folder or hub id. Returns the model and the report of transformers."""
     check_model_path(name)
@@ -188,7 +160,7 @@ def _load_folder(
         stored = None
         hub.check_reachable(name, CONFIG_FILE)
     kind = _select_model_class(path, stored, name)
-    widened = decode_folder(path, dtype, name, processes) if device.type == "cpu" else None
+    widened = decode_folder(path, dtype, name, processes, quantization) if device.type == "cpu" else None
     if widened is not None:
         model, report = _load_decoded(kind, widened, name)
         read_generation_config(model, path)
@@ -200,15 +172,13 @@ def _load_folder(
     return model, report
 
 
-def _load_decoded(
-    kind: Any, options: dict[str, Any], name: str, origin: str = CONFIG_FILE
-) -> tuple[Any, dict[str, Any]]:
+def _load_decoded(kind: Any, decoded: DecodedModel, name: str, origin: str = CONFIG_FILE) -> tuple[Any, dict[str, Any]]:
     """Load weights in memory. They need a call without a path, which auto classes refuse."""
-    model = build_on_meta(kind, options["config"])
-    check_shapes(
-        model, {key: ("F32", tuple(tensor.shape)) for key, tensor in options["state_dict"].items()}, name, origin
-    )
-    return _load_pretrained(type(model), options, name)
+    empty = build_on_meta(kind, decoded.config)
+    check_shapes(empty, {key: ("F32", tuple(each.shape)) for key, each in decoded.weights.items()}, name, origin)
+    model, report = _load_pretrained(type(empty), decoded.make_options(), name)
+    install_grids(model, decoded.grids)
+    return model, report
 
 
 def _load_pretrained(kind: Any, options: dict[str, Any], name: str) -> tuple[Any, dict[str, Any]]:
@@ -222,7 +192,7 @@ def _load_pretrained(kind: Any, options: dict[str, Any], name: str) -> tuple[Any
             ignore_mismatched_sizes=True,  # lists them in the report; otherwise an exception prints a table
         )
     except Exception as error:  # transformers and the hub raise dozens of kinds
-        raise _explain_error(name, error) from error
+        raise explain_error(name, error) from error
 
 
 def _make_parallel_options(size: int) -> dict[str, Any]:
@@ -245,7 +215,7 @@ def build_model_on_meta(name: str) -> Any:
         config = AutoConfig.from_pretrained(str(Path(name).expanduser()), trust_remote_code=False)
         return build_on_meta(_select_auto_class(config), config)
     except Exception as error:  # transformers and the hub raise dozens of kinds
-        raise _explain_error(name, error) from error
+        raise explain_error(name, error) from error
 
 
 def check_cpu_dtype(model: Any) -> None:
@@ -267,10 +237,10 @@ def _select_model_class(path: Path, stored: StoredTensors | None, name: str) -> 
         raise
     except (KeyError, TypeError, ArithmeticError, AttributeError, RuntimeError, StrictDataclassError) as error:
         raise ForedraftError(
-            f"{name}: its config.json describes no model ({_summarise_error(error)}); correct it or fetch it again"
+            f"{name}: its config.json describes no model ({summarise_error(error)}); correct it or fetch it again"
         ) from error
     except Exception as error:  # transformers and the hub raise dozens of kinds
-        raise _explain_error(name, error) from error
+        raise explain_error(name, error) from error
     return kind
 
 
@@ -383,15 +353,15 @@ def load_tokenizer(name: str, vocab_size: int | None = None) -> Any | None:
     except Exception as error:
         if gguf is not None:
             raise ForedraftError(
-                f"the tokenizer of {name} could not be read ({_summarise_error(error)}); give tokenizer=FOLDER, that "
+                f"the tokenizer of {name} could not be read ({summarise_error(error)}); give tokenizer=FOLDER, that "
                 "of the model that the file was made from"
             ) from error
         if path.is_dir():
             raise ForedraftError(
-                f"the tokenizer of {name} could not be loaded ({_summarise_error(error)}); fetch tokenizer.json and "
+                f"the tokenizer of {name} could not be loaded ({summarise_error(error)}); fetch tokenizer.json and "
                 "tokenizer_config.json again"
             ) from error
-        raise _explain_error(f"the tokenizer of {name}", error) from error
+        raise explain_error(f"the tokenizer of {name}", error) from error
     if vocab_size is None or tokenizer is None:
         return tokenizer
     if len(tokenizer) < MIN_TOKENIZER_COVERAGE * vocab_size:

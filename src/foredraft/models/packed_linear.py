@@ -16,6 +16,7 @@ from foredraft.kernels.cpu.library import load_library
 from foredraft.kernels.linear import PANEL, PackedWeight
 from foredraft.kernels.operators import linear
 from foredraft.kernels.quantize import PackWeight, check_quantization, multiply, select_packers
+from foredraft.models.grid_linear import GridLinear, pack_joined, take_only
 from foredraft.models.weight_use import WeightPlaceholder, track_weight_reads
 
 
@@ -105,7 +106,8 @@ def pack_linears(
         model = copy_structure(model)
     pack, pack_head = packers or select_packers(quantization)
     arena, head = Arena(), model.get_output_embeddings()
-    linears = [(path, module) for path, module in model.named_modules() if type(module) in (nn.Linear, Conv1D)]
+    kinds = (nn.Linear, GridLinear, Conv1D)
+    linears = [(path, module) for path, module in model.named_modules() if type(module) in kinds]
     read_directly: list[nn.Module] = []
     if run_probe is not None:
         with track_weight_reads([module for _, module in linears]) as read_directly:
@@ -114,10 +116,14 @@ def pack_linears(
         if any(module is other for other in read_directly):
             continue
         weight = module.weight.detach()
-        weight = weight if type(module) is nn.Linear else weight.T
+        weight = weight.T if type(module) is Conv1D else weight
         if min(weight.shape) < PANEL:
             continue
-        packed = (pack_head if module is head else pack)(weight, module.bias, arena)
+        pack_module = pack_head if module is head else pack
+        if type(module) is GridLinear:
+            packed = pack_joined([module], take_only, pack_module, module.bias, arena, is_owned)
+        else:
+            packed = pack_module(weight, module.bias, arena)
         parent, _, child = path.rpartition(".")
         setattr(model.get_submodule(parent), child, PackedLinear(packed, weight.dtype))
     return model

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,17 @@ from torch import Tensor
 from transformers import AutoConfig, GenerationConfig
 
 from foredraft.errors import ForedraftError
+from foredraft.kernels.quantize import QUANTIZED_KINDS, QuantizedWeight
 from foredraft.models.folder import list_weight_files, read_config
 from foredraft.models.quantized import find_quantization_block
-from foredraft.models.rounded_grids import AWQ_BITS, PACKED_BITS, decode_awq, decode_compressed, decode_gptq
+from foredraft.models.rounded_grids import (
+    AWQ_BITS,
+    PACKED_BITS,
+    RoundedGrid,
+    unpack_awq,
+    unpack_compressed,
+    unpack_gptq,
+)
 
 log = logging.getLogger(__name__)
 WIDENED_KINDS = ("gptq", "awq", "compressed-tensors")
@@ -32,7 +41,24 @@ PART_NAMES = {
 CACHE_SCALES = ("k_scale", "v_scale", "q_scale")
 
 
-def decode_folder(path: Path, dtype: torch.dtype | str, name: str, processes: int = 1) -> dict[str, Any] | None:
+@dataclass(frozen=True)
+class DecodedModel:
+    """Model in memory: what `from_pretrained` of a transformers model class takes without a path."""
+
+    config: Any
+    weights: dict[str, Tensor]
+    dtype: torch.dtype
+    grids: dict[str, QuantizedWeight] = field(default_factory=dict)  # by path of a module; of the wanted kernel alone
+
+    def make_options(self) -> dict[str, Any]:
+        """Make the options of `from_pretrained`."""
+        named = {"config": self.config, "state_dict": self.weights, "dtype": self.dtype}
+        return {"pretrained_model_name_or_path": None, **named}
+
+
+def decode_folder(
+    path: Path, dtype: torch.dtype | str, name: str, processes: int = 1, quantization: str | None = None
+) -> DecodedModel | None:
     """Decode a folder of one of WIDENED_KINDS for the CPU.
 
     Args:
@@ -40,9 +66,10 @@ def decode_folder(path: Path, dtype: torch.dtype | str, name: str, processes: in
         dtype: floating type of the result; "auto" = float32 if config.json says so, else bfloat16.
         name: name of the model in errors.
         processes: processes that share the model. Default 1.
+        quantization: "int8" or "int4", whose grids are kept. Default None = none.
 
     Returns:
-        Options of `from_pretrained` of a transformers model class; None for other models.
+        The model; None for models of other kinds.
 
     Raises:
         ForedraftError: the layout is not decoded, a part of a matrix is missing, or there are several processes.
@@ -62,8 +89,15 @@ def decode_folder(path: Path, dtype: torch.dtype | str, name: str, processes: in
             del part.quantization_config
     if not isinstance(dtype, torch.dtype):  # float16 of published checkpoints is slow and inexact on the CPU
         dtype = torch.float32 if text.dtype is torch.float32 else torch.bfloat16
-    weights = read_widened(path, block, dtype, name)
-    return {"pretrained_model_name_or_path": None, "config": config, "state_dict": weights, "dtype": dtype}
+    # encoder-decoders are packed in other ways
+    kernel = None if quantization is None or config.is_encoder_decoder else QUANTIZED_KINDS[quantization]
+    weights, grids, count = _read_weights(path, block, dtype, name, kernel)
+    if quantization is None:
+        before = sum((path / file).stat().st_size for file in list_weight_files(path, name))
+        warn_of_widening(name, count, block["quant_method"], dtype, before, weights)
+    else:
+        warn_of_rounding(name, count, block["quant_method"], len(grids), quantization)
+    return DecodedModel(config, weights, dtype, grids)
 
 
 def read_generation_config(model: Any, path: Path) -> None:
@@ -72,46 +106,41 @@ def read_generation_config(model: Any, path: Path) -> None:
         model.generation_config = GenerationConfig.from_pretrained(str(path))
 
 
-def read_widened(folder: Path, settings: Mapping[str, Any], dtype: torch.dtype, name: str) -> dict[str, Tensor]:
-    """Read the tensors of a quantised folder with every rounded matrix decoded.
+def _read_weights(
+    folder: Path, settings: Mapping[str, Any], dtype: torch.dtype, name: str, kernel: int | None
+) -> tuple[dict[str, Tensor], dict[str, QuantizedWeight], int]:
+    """Read the tensors of a folder one at a time, with every rounded matrix decoded.
 
-    Products of codes and scales are computed in float32 and rounded to `dtype`.
-
-    Args:
-        folder: model folder.
-        settings: block of config.json that describes the quantisation; its kind is one of WIDENED_KINDS.
-        dtype: floating type of the result.
-        name: name of the model in errors.
+    Products of codes and scales are computed in float32 and rounded to `dtype`. `kernel` is INT8 or INT4.
 
     Returns:
-        Tensors by name, as an ordinary checkpoint has them.
-
-    Raises:
-        ForedraftError: the layout is not supported, or a part of a matrix is missing.
+        Weights by name, those that are exact in the grid of the kernel by path, and the number of rounded matrices.
     """
     kind, bits, widened = settings["quant_method"], _read_bits(settings, name), 0
     found: dict[str, Tensor] = {}
+    grids: dict[str, QuantizedWeight] = {}
     with ExitStack() as stack:
         opened = _open_tensors(folder, name, stack)
         for path, names in sorted(_group_parts(opened).items()):
             parts = [part for part in PART_NAMES[kind] if part in names] if SCALE_PARTS[kind] in names else []
             if parts:
                 stored = {part: opened[names[part]].get_tensor(names[part]) for part in parts}
-                found[f"{path}.weight"] = _decode_module(stored, settings, bits, f"{name}: the weights of {path}").to(
-                    dtype
-                )
+                grid = _unpack(stored, settings, bits, f"{name}: the weights of {path}")
+                found[f"{path}.weight"] = grid.decode().to(dtype)
+                fitting = None if kernel is None else grid.fit_kernel(kernel)
+                grids |= {} if fitting is None else {path: fitting}
                 widened += 1
             for part in names.keys() - {*parts, *CACHE_SCALES}:
                 tensor = opened[names[part]].get_tensor(names[part])
                 found[names[part]] = tensor.to(dtype) if tensor.is_floating_point() else tensor
     if not widened:
         raise ForedraftError(f"{name}: config.json says {kind}, and no tensor is a {SCALE_PARTS[kind]}; fetch it again")
-    before = sum((folder / file).stat().st_size for file in list_weight_files(folder, name))
-    warn_of_widening(name, widened, kind, dtype, before, sum(tensor.nbytes for tensor in found.values()))
-    return found
+    return found, grids, widened
 
 
-def warn_of_widening(name: str, count: int, kind: str, dtype: torch.dtype, before: int, after: int) -> None:
+def warn_of_widening(
+    name: str, count: int, kind: str, dtype: torch.dtype, before: int, weights: Mapping[str, Tensor]
+) -> None:
     """Warn that rounded weights were decoded.
 
     Args:
@@ -120,12 +149,30 @@ def warn_of_widening(name: str, count: int, kind: str, dtype: torch.dtype, befor
         kind: kind of quantisation.
         dtype: floating type of the result.
         before: size of the weight files in bytes.
-        after: size of the decoded weights in bytes.
+        weights: all weights of the model.
     """
+    after = sum(tensor.nbytes for tensor in weights.values())
     log.warning(
         "%s: %d matrices of %s are widened to %s: %.1f MB of weights instead of %.1f MB are read in each forward pass; "
         "quantization='int8' or 'int4' makes them small again, and rounds activations too",
         name, count, kind, str(dtype).removeprefix("torch."), after / 1e6, before / 1e6,
+    )  # fmt: skip
+
+
+def warn_of_rounding(name: str, count: int, kind: str, kept: int, quantization: str) -> None:
+    """Warn how many rounded matrices a kernel takes as they are.
+
+    Args:
+        name: name of the model.
+        count: number of matrices.
+        kind: kind of quantisation.
+        kept: matrices whose values the kernel of `quantization` has exactly.
+        quantization: "int8" or "int4".
+    """
+    log.warning(
+        "%s: %d of %d matrices of %s keep their values with quantization=%r, %d are rounded a second time; "
+        "activations are rounded too",
+        name, kept, count, kind, quantization, count - kept,
     )  # fmt: skip
 
 
@@ -147,13 +194,13 @@ def _group_parts(keys: Iterable[str]) -> dict[str, dict[str, str]]:
     return groups
 
 
-def _decode_module(parts: Mapping[str, Tensor], settings: Mapping[str, Any], bits: int, title: str) -> Tensor:
-    """Decode the matrix of a module to float32. `title` names it in errors."""
+def _unpack(parts: Mapping[str, Tensor], settings: Mapping[str, Any], bits: int, title: str) -> RoundedGrid:
+    """Unpack the matrix of a module. `title` names it in errors."""
     kind = settings["quant_method"]
     try:
         if kind == "gptq":
-            return decode_gptq(parts, bits, 0 if settings.get("checkpoint_format") == "gptq_v2" else 1)
-        return decode_awq(parts) if kind == "awq" else decode_compressed(parts, bits, _read_block(settings))
+            return unpack_gptq(parts, bits, 0 if settings.get("checkpoint_format") == "gptq_v2" else 1)
+        return unpack_awq(parts) if kind == "awq" else unpack_compressed(parts, bits, _read_block(settings))
     except (KeyError, RuntimeError, IndexError, ForedraftError) as error:
         raise ForedraftError(f"{title} could not be decoded as {kind} ({error}); fetch the folder again") from error
 

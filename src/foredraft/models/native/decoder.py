@@ -25,6 +25,7 @@ from foredraft.kernels.cpu.library import (
 from foredraft.kernels.linear import PackedWeight
 from foredraft.kv.pool import KVPool
 from foredraft.models.forward_batch import ForwardBatch
+from foredraft.models.grid_linear import GridLinear, pack_joined, take_only
 
 FAMILIES = ("llama", "mistral", "ministral", "qwen2", "qwen3", "granite")  # by config.model_type
 # Code of the native library by transformers' name of the activation.
@@ -52,7 +53,7 @@ def explain_unsupported(model: Any) -> str | None:
         return "rotary factors that change with the sequence length"
     blocks = model.model.layers
     linears = [m for block in blocks for m in list_projections(block)]
-    if not all(type(m) is nn.Linear for m in [*linears, model.lm_head]):
+    if not all(type(m) in (nn.Linear, GridLinear) for m in [*linears, model.lm_head]):
         return "linear layers that were replaced"
     if type(model.model.embed_tokens) is not nn.Embedding:
         return "embeddings that were replaced"
@@ -268,7 +269,7 @@ def _build_record(
         *(packer.build_layer(block, sliding_window) for block, sliding_window in blocks)
     )
     attention, norm = source.model.layers[0].self_attn, source.model.norm
-    embedding = source.model.embed_tokens.weight
+    embedding, head = source.model.embed_tokens.weight, source.lm_head
     return ModelRecord(
         layers=len(layers),
         hidden=embedding.shape[1],
@@ -289,7 +290,7 @@ def _build_record(
         embedding=packer.hold_tensor(embedding),
         norm=packer.hold_norm(norm),
         layer=ctypes.cast(layers, ctypes.POINTER(LayerRecord)),
-        head=packer.hold_weight(pack_head(source.lm_head.weight, source.lm_head.bias, packer.arena)),
+        head=packer.hold_weight(pack_joined([head], take_only, pack_head, head.bias, packer.arena, packer.is_owned)),
     )
 
 
@@ -331,7 +332,7 @@ class DecoderPacker:
         if any(linear.bias is not None for linear in linears):
             rows = [x.weight.new_zeros(x.out_features) if x.bias is None else x.bias.detach() for x in linears]
             bias = join([row[:, None] for row in rows])[:, 0]
-        packed = self.pack(join([linear.weight.detach() for linear in linears]), bias, self.arena)
+        packed = pack_joined(linears, join, self.pack, bias, self.arena, self.is_owned)
         if self.is_owned:
             for linear in linears:
                 linear.weight = nn.Parameter(linear.weight.new_empty(0), requires_grad=False)
