@@ -90,6 +90,15 @@ def test_a_bitsandbytes_folder_without_scales_is_refused() -> None:
     check_stored_dtypes(Path("nowhere"), {f"{LAYER}.weight": ("BF16", (32, 32))}, "bitsandbytes", "m")
 
 
+def test_bitsandbytes_without_its_package_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    tiny_models.llama().float().save_pretrained(tmp_path / "model")
+    file = tmp_path / "model" / "config.json"
+    block = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": block}))
+    with pytest.raises(ForedraftError, match=r"use the unquantised checkpoint .*, or install bitsandbytes$"):
+        load_model(str(tmp_path / "model"), "auto", CPU)
+
+
 def test_a_model_with_scales_of_a_kv_cache_decodes_as_without(tmp_path: Path) -> None:
     tiny_models.llama().float().save_pretrained(tmp_path / "model")
     sampling = Sampling(max_tokens=6, temperature=0)

@@ -201,6 +201,17 @@ def test_a_file_that_the_index_does_not_list_is_not_read(tmp_path: Path) -> None
     assert all(torch.equal(weights[name], matrix) for name, matrix in meant.items())
 
 
+def test_a_model_of_the_hub_is_decoded_from_its_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    folder = tmp_path / "models--org--model"
+    meant = save_packed(folder / "snapshots" / ("1" * 40), AWQ, pack_awq)
+    (folder / "refs").mkdir()
+    (folder / "refs/main").write_text("1" * 40)
+    weights = dict(load_model("org/model", "float32", CPU).named_parameters())
+    assert all(torch.equal(weights[name], matrix) for name, matrix in meant.items())
+
+
 def test_several_processes_are_refused(tmp_path: Path) -> None:
     save_packed(tmp_path / "model", AWQ, pack_awq)
     with pytest.raises(ForedraftError, match="use tensor_parallel_size=1"):

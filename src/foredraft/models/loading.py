@@ -37,9 +37,14 @@ from foredraft.models.gguf_model import decode_gguf
 from foredraft.models.gguf_tokenizer import read_gguf_tokenizer
 from foredraft.models.grid_linear import install_grids
 from foredraft.models.loading_errors import MAX_ERROR_CHARS, explain_error, summarise_error
-from foredraft.models.quantized import check_quantization_kind, check_stored_dtypes, check_unused_tensors
+from foredraft.models.quantized import (
+    check_decoder_package,
+    check_quantization_kind,
+    check_stored_dtypes,
+    check_unused_tensors,
+)
 from foredraft.models.versions import warn_if_untested
-from foredraft.models.widening import DecodedModel, decode_folder, read_generation_config
+from foredraft.models.widening import WIDENED_KINDS, DecodedModel, decode_folder, read_generation_config
 
 log = logging.getLogger(__name__)
 # Share of a model's tokens that its tokenizer has. Below the minimum, the tokenizer belongs to another model.
@@ -159,12 +164,16 @@ def _load_folder(
     else:
         stored = None
         hub.check_reachable(name, CONFIG_FILE)
-    kind = _select_model_class(path, stored, name)
+    kind, quantised_by = _select_model_class(path, stored, name)
+    if stored is None and device.type == "cpu" and quantised_by in WIDENED_KINDS:
+        path = hub.find_folder(name)
+        stored = _check_folder_contents(path, name)
     widened = decode_folder(path, dtype, name, processes, quantization) if device.type == "cpu" else None
     if widened is not None:
         model, report = _load_decoded(kind, widened, name)
         read_generation_config(model, path)
         return model, report
+    check_decoder_package(quantised_by, name)
     options = {"pretrained_model_name_or_path": str(path), "dtype": dtype, **_make_parallel_options(processes)}
     model, report = _load_pretrained(kind, options, name)
     if stored is None:
@@ -224,15 +233,18 @@ def check_cpu_dtype(model: Any) -> None:
         raise ForedraftError("float16 is slow and inexact on CPU; use dtype='bfloat16' or 'float32'")
 
 
-def _select_model_class(path: Path, stored: StoredTensors | None, name: str) -> Any:
-    """Select the auto class that loads a model, and check config.json against the stored shapes."""
+def _select_model_class(path: Path, stored: StoredTensors | None, name: str) -> tuple[Any, str | None]:
+    """Select the auto class that loads a model, and check config.json against the stored shapes.
+
+    Returns:
+        The class, and the kind of quantisation or None.
+    """
     try:
         config = AutoConfig.from_pretrained(str(path), trust_remote_code=False)
         kind = _select_auto_class(config)
+        quantised_by = check_quantization_kind(config.to_dict(), name)
         if stored is not None:
             check_shapes(build_on_meta(kind, config), stored, name)
-        else:
-            check_quantization_kind(config.to_dict(), name)
     except ForedraftError:
         raise
     except (KeyError, TypeError, ArithmeticError, AttributeError, RuntimeError, StrictDataclassError) as error:
@@ -241,7 +253,7 @@ def _select_model_class(path: Path, stored: StoredTensors | None, name: str) -> 
         ) from error
     except Exception as error:  # transformers and the hub raise dozens of kinds
         raise explain_error(name, error) from error
-    return kind
+    return kind, quantised_by
 
 
 def _check_folder_contents(folder: Path, name: str) -> StoredTensors:

@@ -6,6 +6,7 @@ weights. These functions refuse such checkpoints.
 
 import re
 from collections.abc import Iterable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,23 @@ def find_quantization_block(config: Mapping[str, Any]) -> Any:
     configs = [config, text] if isinstance(text, Mapping) else [config]
     blocks = [each[key] for each in configs for key in ("quantization_config", "compression_config") if each.get(key)]
     return next(iter(blocks), None)
+
+
+def check_decoder_package(kind: str | None, name: str) -> None:
+    """Check that a package is installed that transformers needs to read or round weights.
+
+    Args:
+        kind: kind of quantisation from config.json; None = none.
+        name: name of the model in errors.
+
+    Raises:
+        ForedraftError: the package of bitsandbytes is missing.
+    """
+    if kind == "bitsandbytes" and find_spec("bitsandbytes") is None:
+        raise ForedraftError(
+            f"{name} is for bitsandbytes, and only that package decodes or rounds its weights; use the unquantised "
+            "checkpoint (quantization='int8' or 'int4' rounds it while loading, on the CPU), or install bitsandbytes"
+        )
 
 
 def check_stored_dtypes(folder: Path, stored: StoredTensors, kind: str | None, name: str) -> None:
