@@ -38,14 +38,14 @@ class LLM(CompletionGenerator):
         ...     print(llm.generate("Once upon a time", Sampling(temperature=0.0, max_tokens=64))[0].text)
 
     Args:
-        model: folder, hub id, "builtin", "builtin-seq2seq" or loaded transformers model. Default None = "builtin". For
-            an encoder-decoder model, a prompt is the input of its encoder.
+        model: folder, hub id, GGUF file, "builtin", "builtin-seq2seq" or loaded transformers model. Default None =
+            "builtin". For an encoder-decoder model, a prompt is the input of its encoder.
         drafter: method name, several as "a+b", "auto" (the best available), dict with the keys of vLLM's
             speculative_config, `Drafter`, or None for plain decoding. Default: the built-in one for `LLM()` and
             "builtin-seq2seq", else None.
         dtype: default "auto", the dtype of the checkpoint. float16 on CPU is refused.
-        quantization: "int8" or "int4" weights on CPU, rounded while loading. Default None = off. A drafter has its own
-            option `quantization`.
+        quantization: "int8" or "int4" weights on CPU, rounded while loading; a checkpoint on the same grid keeps its
+            values. Default None = off. A drafter has its own option `quantization`.
         device: "cpu", "cuda" or "cuda:N". Default "auto" = the first GPU, else the CPU.
         verify: a verification rule or its name. Default "auto" = `match` for greedy and seeded requests, else `reject`.
             A request may name its own: `RequestOptions(verify=...)`.

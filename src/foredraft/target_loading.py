@@ -69,8 +69,7 @@ def load_target(
             parallel = load_parallel_model(folder, name, dtype, device, tensor_parallel_size)
             loaded = parallel.model
         else:
-            kept = None if lora is not None else quantization  # an adapter changes the weights
-            loaded = load_model(folder, dtype, parse_device(device), quantization=kept)
+            loaded = load_model(folder, dtype, parse_device(device), quantization=None if lora else quantization)
         loaded = loaded if lora is None else merge_lora(loaded, lora, name)
     else:
         check_loaded_model(tensor_parallel_size)

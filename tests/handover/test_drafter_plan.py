@@ -10,6 +10,7 @@ from foredraft.drafters.checkpoint_folders import recognise
 from foredraft.errors import ForedraftError
 from foredraft.handover.deployment import Deployment
 from foredraft.handover.drafter_plan import HandoverChoices, plan_drafter
+from foredraft.handover.engines.llama_cpp import prepare
 from foredraft.handover.registry import load_engines
 from foredraft.verification.rules import BLOCK, MATCH
 from foredraft.vllm.settings import SETTINGS_VARIABLE
@@ -124,6 +125,13 @@ def test_llama_cpp_drafts_with_several_methods_after_a_conversion():
     assert [command.split()[2] for command in planned.preparations] == [TARGET, draft]
     assert planned.target == flags[flags.index("--spec-draft-model") + 1].replace("drafter.gguf", "target.gguf")
     assert any("ngram.branches=2: no equal" in note for note in planned.notes)
+
+
+def test_llama_cpp_takes_a_gguf_file_as_it_is():
+    prepared = prepare("/models/x.Q8_0.gguf", None, False, "/out")
+    assert (prepared.commands, prepared.target) == ((), "/models/x.Q8_0.gguf")
+    with pytest.raises(ForedraftError, match="a head is converted with the folder of its target"):
+        prepare("/models/x.Q8_0.gguf", "/models/head", True, "/out")
 
 
 @pytest.mark.parametrize(

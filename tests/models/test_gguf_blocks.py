@@ -13,83 +13,93 @@ from foredraft.models.gguf_blocks import BLOCK_DECODERS, decode_blocks
 Formula = Callable[[bytes, int], float]  # block, number of a weight -> weight
 
 
-def half(block: bytes, start: int) -> float:
+def read_half(block: bytes, start: int) -> float:
     return float(struct.unpack_from("<e", block, start)[0])
 
 
-def signed(byte: int) -> int:
+def read_signed(byte: int) -> int:
     return byte - 256 if byte > 127 else byte
 
 
-def nibble(quants: bytes, i: int, count: int) -> int:
+def read_nibble(quants: bytes, i: int, count: int) -> int:
     """Weight i of 2 * count, whose lower halves come first."""
     return quants[i % count] >> (4 if i >= count else 0) & 15
 
 
-def q4_0(b: bytes, i: int) -> float:
-    return half(b, 0) * (nibble(b[2:], i, 16) - 8)
+def compute_q4_0(b: bytes, i: int) -> float:
+    return read_half(b, 0) * (read_nibble(b[2:], i, 16) - 8)
 
 
-def q4_1(b: bytes, i: int) -> float:
-    return half(b, 0) * nibble(b[4:], i, 16) + half(b, 2)
+def compute_q4_1(b: bytes, i: int) -> float:
+    return read_half(b, 0) * read_nibble(b[4:], i, 16) + read_half(b, 2)
 
 
-def q5_0(b: bytes, i: int) -> float:
+def compute_q5_0(b: bytes, i: int) -> float:
     fifth = int.from_bytes(b[2:6], "little") >> i & 1
-    return half(b, 0) * (nibble(b[6:], i, 16) + 16 * fifth - 16)
+    return read_half(b, 0) * (read_nibble(b[6:], i, 16) + 16 * fifth - 16)
 
 
-def q5_1(b: bytes, i: int) -> float:
+def compute_q5_1(b: bytes, i: int) -> float:
     fifth = int.from_bytes(b[4:8], "little") >> i & 1
-    return half(b, 0) * (nibble(b[8:], i, 16) + 16 * fifth) + half(b, 2)
+    return read_half(b, 0) * (read_nibble(b[8:], i, 16) + 16 * fifth) + read_half(b, 2)
 
 
-def q8_0(b: bytes, i: int) -> float:
-    return half(b, 0) * signed(b[2 + i])
+def compute_q8_0(b: bytes, i: int) -> float:
+    return read_half(b, 0) * read_signed(b[2 + i])
 
 
-def scale_and_minimum(s: bytes, g: int) -> tuple[int, int]:
+def read_scale_and_minimum(s: bytes, g: int) -> tuple[int, int]:
     if g < 4:
         return s[g] & 63, s[g + 4] & 63
     return s[g + 4] & 15 | s[g - 4] >> 6 << 4, s[g + 4] >> 4 | s[g] >> 6 << 4
 
 
-def q4_k(b: bytes, i: int) -> float:
-    scale, minimum = scale_and_minimum(b[4:16], i // 32)
-    quant = nibble(b[16 + i // 64 * 32 :], i % 64, 32)
-    return half(b, 0) * scale * quant - half(b, 2) * minimum
+def compute_q4_k(b: bytes, i: int) -> float:
+    scale, minimum = read_scale_and_minimum(b[4:16], i // 32)
+    quant = read_nibble(b[16 + i // 64 * 32 :], i % 64, 32)
+    return read_half(b, 0) * scale * quant - read_half(b, 2) * minimum
 
 
-def q5_k(b: bytes, i: int) -> float:
-    scale, minimum = scale_and_minimum(b[4:16], i // 32)
-    quant = nibble(b[48 + i // 64 * 32 :], i % 64, 32) + 16 * (b[16 + i % 32] >> i // 32 & 1)
-    return half(b, 0) * scale * quant - half(b, 2) * minimum
+def compute_q5_k(b: bytes, i: int) -> float:
+    scale, minimum = read_scale_and_minimum(b[4:16], i // 32)
+    quant = read_nibble(b[48 + i // 64 * 32 :], i % 64, 32) + 16 * (b[16 + i % 32] >> i // 32 & 1)
+    return read_half(b, 0) * scale * quant - read_half(b, 2) * minimum
 
 
-def q2_k(b: bytes, i: int) -> float:
+def compute_q2_k(b: bytes, i: int) -> float:
     quant = b[16 + i // 128 * 32 + i % 32] >> i % 128 // 32 * 2 & 3
-    return half(b, 80) * (b[i // 16] & 15) * quant - half(b, 82) * (b[i // 16] >> 4)
+    return read_half(b, 80) * (b[i // 16] & 15) * quant - read_half(b, 82) * (b[i // 16] >> 4)
 
 
-def q3_k(b: bytes, i: int) -> float:
+def compute_q3_k(b: bytes, i: int) -> float:
     g = i // 16
     scale = (b[96 + g % 8] >> (4 if g >= 8 else 0) & 15) | (b[104 + g % 4] >> 2 * (g // 4) & 3) << 4
     quant = (b[32 + i // 128 * 32 + i % 32] >> i % 128 // 32 * 2 & 3) - (0 if b[i % 32] >> i // 32 & 1 else 4)
-    return half(b, 108) * (scale - 32) * quant
+    return read_half(b, 108) * (scale - 32) * quant
 
 
-def q6_k(b: bytes, i: int) -> float:
+def compute_q6_k(b: bytes, i: int) -> float:
     part, j = i // 128, i % 128
-    low = nibble(b[part * 64 :], j, 64)
+    low = read_nibble(b[part * 64 :], j, 64)
     high = b[128 + part * 32 + j % 32] >> j // 32 * 2 & 3
-    return half(b, 208) * signed(b[192 + i // 16]) * (low + 16 * high - 32)
+    return read_half(b, 208) * read_signed(b[192 + i // 16]) * (low + 16 * high - 32)
 
 
 FORMULAS: dict[str, Formula] = {
-    "Q4_0": q4_0, "Q4_1": q4_1, "Q5_0": q5_0, "Q5_1": q5_1, "Q8_0": q8_0, "Q2_K": q2_k, "Q3_K": q3_k, "Q4_K": q4_k,
-    "Q5_K": q5_k, "Q6_K": q6_k, "F16": lambda b, i: half(b, 0), "F32": lambda b, i: float(struct.unpack("<f", b)[0]),
+    "F32": lambda b, i: float(struct.unpack("<f", b)[0]),
+    "F16": lambda b, i: read_half(b, 0),
     "BF16": lambda b, i: float(struct.unpack("<f", b"\0\0" + b)[0]),
-}  # fmt: skip
+    "Q4_0": compute_q4_0,
+    "Q4_1": compute_q4_1,
+    "Q5_0": compute_q5_0,
+    "Q5_1": compute_q5_1,
+    "Q8_0": compute_q8_0,
+    "Q2_K": compute_q2_k,
+    "Q3_K": compute_q3_k,
+    "Q4_K": compute_q4_k,
+    "Q5_K": compute_q5_k,
+    "Q6_K": compute_q6_k,
+}
 
 
 @pytest.mark.parametrize("form", BLOCK_FORMATS.values(), ids=lambda form: str(form.name))

@@ -39,8 +39,8 @@ class ModelListOptions(ReplicaOptions):
     models: Annotated[
         list[str] | None,
         _make_option(
-            "Folder or Hub id of the target. For several models NAME=PATH, repeatable, with options of the model "
-            "behind commas: NAME=PATH,weight=2,spec-model=PATH. Default: the built-in model.",
+            "Folder, Hub id or GGUF file of the target. For several models NAME=PATH, repeatable, with options of the "
+            "model behind commas: NAME=PATH,weight=2,spec-model=PATH. Default: the built-in model.",
             "--model",
             "-m",
             panel="Model",

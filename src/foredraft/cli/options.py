@@ -52,7 +52,9 @@ class ModelOptions:
 
     model: Annotated[
         str | None,
-        _make_option("Folder or Hub id of the target. Default: the built-in model.", "--model", "-m", panel="Model"),
+        _make_option(
+            "Folder, Hub id or GGUF file of the target. Default: the built-in model.", "--model", "-m", panel="Model"
+        ),
     ] = None
     spec_method: Annotated[
         list[str] | None,

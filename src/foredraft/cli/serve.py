@@ -48,7 +48,7 @@ class ServeOptions(StoredResponseOptions):
     model_argument: Annotated[
         str | None,
         typer.Argument(
-            help="Folder or Hub id of the target, as in --model. Default: the built-in model.",
+            help="Folder, Hub id or GGUF file of the target, as in --model. Default: the built-in model.",
             metavar="[MODEL]",
             show_default=False,
         ),
@@ -335,10 +335,8 @@ def read_model_name(model: str | None) -> str:
     """Return the name of a model in requests; for a local folder or file the last part of its path."""
     if model is None:
         return "builtin"
-    folder = Path(model).expanduser()
-    if folder.is_file():
-        return folder.stem
-    return folder.resolve().name if folder.is_dir() else model
+    path = Path(model).expanduser()
+    return path.resolve().name if path.is_dir() else path.stem if path.is_file() else model
 
 
 def _read_template(name: str | None) -> str | None:

@@ -122,8 +122,8 @@ def load_model(
         device: device of the model.
         tensor_parallel_size: processes of the default process group of torch, each of which loads its part of the
             weights at the same time. Default 1 = the whole model.
-        quantization: "int8" or "int4" if the caller packs the model so. Linear layers of a checkpoint on that grid are
-            then GridLinear. Default None = none.
+        quantization: "int8" or "int4" if the caller packs the model so, and changes no weight before. Linear layers of
+            a checkpoint on that grid are then GridLinear. Default None = none.
 
     Raises:
         ForedraftError: the model cannot be loaded, or its files contradict each other.

@@ -208,7 +208,7 @@ def _unpack(parts: Mapping[str, Tensor], settings: Mapping[str, Any], bits: int,
 def _read_block(settings: Mapping[str, Any]) -> tuple[int, int] | None:
     """Read the shape of the blocks of compressed-tensors that share a scale; None for other groups."""
     weights = [group["weights"] for group in settings["config_groups"].values()]
-    blocks = {tuple(each["block_structure"]) for each in weights if each.get("strategy") == "block"}
+    blocks = {tuple(each["block_structure"]) for each in weights if each.get("block_structure")}
     if len(blocks) > 1:
         raise ForedraftError(f"blocks of several shapes, {blocks}")
     return next(iter(blocks), None)

@@ -1,8 +1,9 @@
-"""llama-server of llama.cpp. Models are converted to GGUF first."""
+"""llama-server of llama.cpp. Models that are not GGUF files are converted first."""
 
 from shlex import quote
 from typing import Any
 
+from foredraft.errors import ForedraftError
 from foredraft.handover.engine import DrafterArguments, EngineDrafter, EngineTable, Preparation
 from foredraft.handover.server_flag import ServerFlag, no_flag
 
@@ -19,9 +20,16 @@ def write_drafter(drafter: EngineDrafter) -> DrafterArguments:
 
 
 def prepare(target: str, model: str | None, is_head: bool, folder: str) -> Preparation:
-    """Return the conversions to GGUF. A head takes its tokenizer and layer ids from its target."""
-    target_file = f"{folder}/target.gguf"
-    commands = [f"{CONVERT} {quote(target)} --outfile {quote(target_file)}"]
+    """Return the conversions to GGUF. A head takes its tokenizer and layer ids from its target.
+
+    Raises:
+        ForedraftError: a head is for a target that is a GGUF file already.
+    """
+    is_converted = target.lower().endswith(".gguf")
+    if is_converted and is_head:
+        raise ForedraftError(f"a head is converted with the folder of its target, and {target} is a GGUF file")
+    target_file = target if is_converted else f"{folder}/target.gguf"
+    commands = [] if is_converted else [f"{CONVERT} {quote(target)} --outfile {quote(target_file)}"]
     if model is None:
         return Preparation(tuple(commands), target_file, None)
     model_file = f"{folder}/drafter.gguf"
