@@ -173,6 +173,11 @@ def test_a_widened_model_generates_and_is_bfloat16_by_default(tmp_path: Path) ->
 REFUSED = {
     "3 bits": (GPTQ4 | {"bits": 3}, r"GPTQ in format 'gptq' with 3 bits is not decoded"),
     "marlin": (GPTQ4 | {"checkpoint_format": "marlin"}, "format 'marlin'"),
+    "marlin of old releases": (GPTQ4 | {"is_marlin_format": True}, "format 'marlin'"),
+    "rotations": (
+        describe_compressed("pack-quantized", 4) | {"transform_config": {"config_groups": {"R1": {}}}},
+        "with a transform_config is not decoded",
+    ),
     "gemv": (AWQ | {"version": "gemv"}, "AWQ of version 'gemv'"),
     "nvfp4": (describe_compressed("nvfp4-pack-quantized", 4), "format 'nvfp4-pack-quantized' is not decoded"),
 }
@@ -282,5 +287,7 @@ def test_another_grid_is_rounded_a_second_time_with_a_warning(
 ) -> None:
     meant = save_packed(tmp_path / "model", *KINDS[kind], hidden=64)
     LLM(str(tmp_path / "model"), tokenizer=None, device="cpu", quantization="int4")
-    assert f"0 of {len(meant)} matrices" in caplog.text
-    assert f"{len(meant)} are rounded a second time" in caplog.text
+    assert (
+        f"0 of {len(meant)} matrices of {KINDS[kind][0]['quant_method']} keep their values with quantization='int4'"
+        in caplog.text
+    )

@@ -60,6 +60,7 @@ def describe_model(model: PreTrainedModel, architecture: str) -> dict[str, objec
     config = model.config
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     values = {
+        "vocab_size": config.vocab_size,
         "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,
         "block_count": config.num_hidden_layers,

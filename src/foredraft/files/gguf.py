@@ -110,7 +110,7 @@ def find_gguf(name: str) -> Path | None:
         ForedraftError: the folder has several GGUF files.
     """
     path = Path(name).expanduser()
-    if path.suffix.lower() == ".gguf" and path.exists():
+    if path.suffix.lower() == ".gguf" and path.exists() and not path.is_dir():
         return path
     if not path.is_dir() or (path / "config.json").exists() or any(path.glob("*.safetensors")):
         return None
@@ -137,7 +137,7 @@ def read_gguf_header(file: Path, display_name: str) -> GgufHeader:
             header, end = _parse_header(GgufCursor(data), file, display_name)
     except ForedraftError:
         raise
-    except (struct.error, KeyError, ValueError, OverflowError, RecursionError) as error:
+    except (struct.error, KeyError, ValueError, TypeError, ArithmeticError, RecursionError) as error:
         raise ForedraftError(
             f"{display_name} is no GGUF file, or is cut off within its header; fetch it again"
         ) from error

@@ -14,7 +14,7 @@ from foredraft.errors import ForedraftError
 from foredraft.files.gguf import GgufHeader, GgufTensor, read_gguf_header
 from foredraft.models.gguf_blocks import decode_blocks
 from foredraft.models.gguf_families import GGUF_FAMILIES, GgufFacts, GgufFamily, make_config_values
-from foredraft.models.widening import DecodedModel, warn_of_rounding, warn_of_widening
+from foredraft.models.widening import DecodedModel
 
 CHUNK_WEIGHTS = 1 << 22  # weights decoded at a time
 FLOAT_FORMATS = ("F32", "F16", "BF16")
@@ -26,9 +26,7 @@ LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_po
 TENSOR_NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
 
 
-def decode_gguf(
-    file: Path, dtype: torch.dtype | str, name: str, processes: int = 1, quantization: str | None = None
-) -> DecodedModel:
+def decode_gguf(file: Path, dtype: torch.dtype | str, name: str, processes: int = 1) -> DecodedModel:
     """Decode a GGUF file.
 
     Args:
@@ -36,7 +34,6 @@ def decode_gguf(
         dtype: floating type of the result; "auto" = float32 if every weight has it, else bfloat16.
         name: name of the model in errors.
         processes: processes that share the model. Default 1.
-        quantization: "int8" or "int4", which round the weights later. Default None = none.
 
     Raises:
         ForedraftError: the file is damaged, its architecture or a format is not read, or there are several processes.
@@ -66,14 +63,9 @@ def decode_gguf(
                 _read_tensor(file, tensor, dtype, family.adds_one_to_norms and "norm" in key), family, key, config
             )
             weights[keys[key]] = decoded
-    rounded = [tensor for tensor in header.tensors.values() if tensor.format.name not in FLOAT_FORMATS]
-    if rounded:
-        kinds = "GGUF " + ", ".join(sorted(formats - set(FLOAT_FORMATS)))
-        if quantization is None:
-            warn_of_widening(name, len(rounded), kinds, dtype, file.stat().st_size, weights)
-        else:
-            warn_of_rounding(name, len(rounded), kinds, 0, quantization)
-    return DecodedModel(config, weights, dtype)
+    count = sum(tensor.format.name not in FLOAT_FORMATS for tensor in header.tensors.values())
+    kind = "GGUF " + ", ".join(sorted(formats - set(FLOAT_FORMATS)))
+    return DecodedModel(config, weights, dtype, kind, count, file.stat().st_size)
 
 
 def _rename_tensor(key: str, family: GgufFamily, name: str) -> str:

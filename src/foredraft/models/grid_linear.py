@@ -33,18 +33,24 @@ def take_only(matrices: Sequence[Tensor]) -> Tensor:
     return matrix
 
 
-def install_grids(model: Any, grids: Mapping[str, QuantizedWeight]) -> None:
+def install_grids(model: Any, grids: Mapping[str, QuantizedWeight]) -> int:
     """Replace linear layers of a model by those with a grid.
 
     Args:
         model: transformers model.
         grids: grids by the path of the module. Paths that the model lacks are left out.
+
+    Returns:
+        Number of layers that were replaced.
     """
+    replaced = 0
     for path, module in list(model.named_modules()):
         grid = grids.get(path)
         if grid is not None and type(module) is nn.Linear and grid.codes.shape == module.weight.shape:
             parent, _, child = path.rpartition(".")
             setattr(model.get_submodule(parent), child, GridLinear.from_linear(module, grid))
+            replaced += 1
+    return replaced
 
 
 def pack_joined(

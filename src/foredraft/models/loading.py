@@ -145,8 +145,8 @@ def _load_gguf(
 ) -> tuple[Any, dict[str, Any]]:
     """Load a GGUF file. Returns the model and the report of transformers."""
     try:
-        decoded = decode_gguf(file, dtype, name, processes, quantization)
-        return _load_decoded(AutoModelForCausalLM, decoded, name, "its metadata")
+        decoded = decode_gguf(file, dtype, name, processes)
+        return _load_decoded(AutoModelForCausalLM, decoded, name, quantization, "its metadata")
     except ForedraftError:
         raise
     except Exception as error:  # a configuration that transformers refuses
@@ -170,7 +170,7 @@ def _load_folder(
         stored = _check_folder_contents(path, name)
     widened = decode_folder(path, dtype, name, processes, quantization) if device.type == "cpu" else None
     if widened is not None:
-        model, report = _load_decoded(kind, widened, name)
+        model, report = _load_decoded(kind, widened, name, quantization)
         read_generation_config(model, path)
         return model, report
     check_decoder_package(quantised_by, name)
@@ -181,12 +181,14 @@ def _load_folder(
     return model, report
 
 
-def _load_decoded(kind: Any, decoded: DecodedModel, name: str, origin: str = CONFIG_FILE) -> tuple[Any, dict[str, Any]]:
+def _load_decoded(
+    kind: Any, decoded: DecodedModel, name: str, quantization: str | None, origin: str = CONFIG_FILE
+) -> tuple[Any, dict[str, Any]]:
     """Load weights in memory. They need a call without a path, which auto classes refuse."""
     empty = build_on_meta(kind, decoded.config)
     check_shapes(empty, {key: ("F32", tuple(each.shape)) for key, each in decoded.weights.items()}, name, origin)
     model, report = _load_pretrained(type(empty), decoded.make_options(), name)
-    install_grids(model, decoded.grids)
+    decoded.warn(name, quantization, install_grids(model, decoded.grids))
     return model, report
 
 

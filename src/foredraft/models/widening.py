@@ -48,12 +48,39 @@ class DecodedModel:
     config: Any
     weights: dict[str, Tensor]
     dtype: torch.dtype
+    kind: str  # of quantisation
+    count: int  # rounded matrices
+    size: int  # bytes of the files
     grids: dict[str, QuantizedWeight] = field(default_factory=dict)  # by path of a module; of the wanted kernel alone
 
     def make_options(self) -> dict[str, Any]:
         """Make the options of `from_pretrained`."""
         named = {"config": self.config, "state_dict": self.weights, "dtype": self.dtype}
         return {"pretrained_model_name_or_path": None, **named}
+
+    def warn(self, name: str, quantization: str | None, num_kept: int) -> None:
+        """Warn what became of rounded matrices, in one line.
+
+        Args:
+            name: name of the model.
+            quantization: "int8" or "int4"; None = none, so that the matrices are widened.
+            num_kept: matrices whose values the kernel of `quantization` has exactly.
+        """
+        if not self.count:
+            return
+        if quantization is not None:
+            log.warning(
+                "%s: %d of %d matrices of %s keep their values with quantization=%r; others are rounded a second time, "
+                "or widened if they belong to no linear layer; activations are rounded too",
+                name, num_kept, self.count, self.kind, quantization,
+            )  # fmt: skip
+            return
+        after = sum(tensor.nbytes for tensor in self.weights.values())
+        log.warning(
+            "%s: %d matrices of %s are widened to %s: %.1f MB of weights instead of %.1f MB are read in each forward "
+            "pass; quantization='int8' or 'int4' makes them small again, and rounds activations too",
+            name, self.count, self.kind, str(self.dtype).removeprefix("torch."), after / 1e6, self.size / 1e6,
+        )  # fmt: skip
 
 
 def decode_folder(
@@ -92,12 +119,8 @@ def decode_folder(
     # encoder-decoders are packed in other ways
     kernel = None if quantization is None or config.is_encoder_decoder else QUANTIZED_KINDS[quantization]
     weights, grids, count = _read_weights(path, block, dtype, name, kernel)
-    if quantization is None:
-        before = sum((path / file).stat().st_size for file in list_weight_files(path, name))
-        warn_of_widening(name, count, block["quant_method"], dtype, before, weights)
-    else:
-        warn_of_rounding(name, count, block["quant_method"], len(grids), quantization)
-    return DecodedModel(config, weights, dtype, grids)
+    size = sum((path / file).stat().st_size for file in list_weight_files(path, name))
+    return DecodedModel(config, weights, dtype, block["quant_method"], count, size, grids)
 
 
 def read_generation_config(model: Any, path: Path) -> None:
@@ -136,44 +159,6 @@ def _read_weights(
     if not widened:
         raise ForedraftError(f"{name}: config.json says {kind}, and no tensor is a {SCALE_PARTS[kind]}; fetch it again")
     return found, grids, widened
-
-
-def warn_of_widening(
-    name: str, count: int, kind: str, dtype: torch.dtype, before: int, weights: Mapping[str, Tensor]
-) -> None:
-    """Warn that rounded weights were decoded.
-
-    Args:
-        name: name of the model.
-        count: number of matrices.
-        kind: kind of quantisation.
-        dtype: floating type of the result.
-        before: size of the weight files in bytes.
-        weights: all weights of the model.
-    """
-    after = sum(tensor.nbytes for tensor in weights.values())
-    log.warning(
-        "%s: %d matrices of %s are widened to %s: %.1f MB of weights instead of %.1f MB are read in each forward pass; "
-        "quantization='int8' or 'int4' makes them small again, and rounds activations too",
-        name, count, kind, str(dtype).removeprefix("torch."), after / 1e6, before / 1e6,
-    )  # fmt: skip
-
-
-def warn_of_rounding(name: str, count: int, kind: str, kept: int, quantization: str) -> None:
-    """Warn how many rounded matrices a kernel takes as they are.
-
-    Args:
-        name: name of the model.
-        count: number of matrices.
-        kind: kind of quantisation.
-        kept: matrices whose values the kernel of `quantization` has exactly.
-        quantization: "int8" or "int4".
-    """
-    log.warning(
-        "%s: %d of %d matrices of %s keep their values with quantization=%r, %d are rounded a second time; "
-        "activations are rounded too",
-        name, kept, count, kind, quantization, count - kept,
-    )  # fmt: skip
 
 
 def _open_tensors(folder: Path, name: str, stack: ExitStack) -> dict[str, Any]:
@@ -223,7 +208,8 @@ def _read_bits(settings: Mapping[str, Any], name: str) -> int:
             raise ForedraftError(f"{name}: AWQ of version {version!r} with {bits} bits is not decoded; {remedy}")
         return AWQ_BITS
     if kind == "gptq":
-        layout, bits = settings.get("checkpoint_format", "gptq"), settings.get("bits")
+        is_marlin = settings.get("is_marlin_format", False)
+        layout, bits = "marlin" if is_marlin else settings.get("checkpoint_format", "gptq"), settings.get("bits")
         if layout not in ("gptq", "gptq_v2") or bits not in PACKED_BITS:
             raise ForedraftError(f"{name}: GPTQ in format {layout!r} with {bits} bits is not decoded; {remedy}")
         return int(bits)
@@ -233,6 +219,10 @@ def _read_bits(settings: Mapping[str, Any], name: str) -> int:
             f"{name}: compressed-tensors in format {layout!r} is not decoded (only {', '.join(COMPRESSED_FORMATS)}); "
             f"{remedy}"
         )
+    for key in ("transform_config", "sparsity_config"):
+        more = settings.get(key) or {}
+        if more and more.get("format") != "dense":
+            raise ForedraftError(f"{name}: compressed-tensors with a {key} is not decoded; {remedy}")
     groups = settings.get("config_groups") or {}
     found = {(group.get("weights") or {}).get("num_bits") for group in groups.values()}
     if len(found) != 1 or None in found or (layout == "pack-quantized" and not found <= set(PACKED_BITS)):
