@@ -69,7 +69,8 @@ def load_target(
             parallel = load_parallel_model(folder, name, dtype, device, tensor_parallel_size)
             loaded = parallel.model
         else:
-            loaded = load_model(folder, dtype, parse_device(device))
+            # An adapter may be for the image encoder too, so it needs the whole model.
+            loaded = load_model(folder, dtype, parse_device(device), is_text_only=lora is None)
         loaded = loaded if lora is None else merge_lora(loaded, lora, name)
     else:
         check_loaded_model(tensor_parallel_size)

@@ -7,17 +7,7 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_MULTIMODAL_LM_MAPPING,
-    MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForMultimodalLM,
-    AutoModelForSeq2SeqLM,
-    AutoModelForSpeechSeq2Seq,
-    AutoTokenizer,
-)
+from transformers import AutoConfig, AutoTokenizer
 from transformers.utils import cached_file
 
 from foredraft.errors import ForedraftError
@@ -32,7 +22,10 @@ from foredraft.models.folder import (
     read_config,
     read_stored_shapes,
 )
+from foredraft.models.model_class import is_multimodal, select_auto_class
+from foredraft.models.processor_template import adapt_template
 from foredraft.models.quantized import check_quantization_kind, check_stored_dtypes, check_unused_tensors
+from foredraft.models.text_part import make_text_class
 from foredraft.models.versions import warn_if_untested
 
 log = logging.getLogger(__name__)
@@ -134,7 +127,13 @@ def _find_config_class(text: str) -> str:
     return match[1] if match else "by its configuration"
 
 
-def load_model(name: str, dtype: str | torch.dtype, device: torch.device, tensor_parallel_size: int = 1) -> Any:
+def load_model(
+    name: str,
+    dtype: str | torch.dtype,
+    device: torch.device,
+    tensor_parallel_size: int = 1,
+    is_text_only: bool = False,
+) -> Any:
     """Load a causal LM or an encoder-decoder model with safetensors weights.
 
     Remote code and pickles are refused, and so is a checkpoint that lacks a weight.
@@ -145,6 +144,8 @@ def load_model(name: str, dtype: str | torch.dtype, device: torch.device, tensor
         device: device of the model.
         tensor_parallel_size: processes of the default process group of torch, each of which loads its part of the
             weights at the same time. Default 1 = the whole model.
+        is_text_only: whether to leave out the weights that text does not reach, such as those of an image encoder.
+            Such a model cannot be saved. Default False.
 
     Raises:
         ForedraftError: the model cannot be loaded, or its files contradict each other.
@@ -158,7 +159,7 @@ def load_model(name: str, dtype: str | torch.dtype, device: torch.device, tensor
     else:
         stored = None
         hub.check_reachable(name, CONFIG_FILE)
-    kind = _select_model_class(path, stored, name)
+    kind = _select_model_class(path, stored, name, is_text_only)
     try:
         model, report = kind.from_pretrained(
             str(path),
@@ -198,7 +199,7 @@ def build_model_on_meta(name: str) -> Any:
     check_model_path(name)
     try:
         config = AutoConfig.from_pretrained(str(Path(name).expanduser()), trust_remote_code=False)
-        return build_on_meta(_select_auto_class(config), config)
+        return build_on_meta(select_auto_class(config), config)
     except Exception as error:  # transformers and the hub raise dozens of kinds
         raise _explain_error(name, error) from error
 
@@ -209,15 +210,17 @@ def check_cpu_dtype(model: Any) -> None:
         raise ForedraftError("float16 is slow and inexact on CPU; use dtype='bfloat16' or 'float32'")
 
 
-def _select_model_class(path: Path, stored: StoredTensors | None, name: str) -> Any:
-    """Select the auto class that loads a model, and check config.json against the stored shapes."""
+def _select_model_class(path: Path, stored: StoredTensors | None, name: str, is_text_only: bool) -> Any:
+    """Select the class that loads a model, and check config.json against the stored shapes."""
     try:
         config = AutoConfig.from_pretrained(str(path), trust_remote_code=False)
-        kind = _select_auto_class(config)
+        kind = select_auto_class(config)
         if stored is not None:
             check_shapes(build_on_meta(kind, config), stored, name)
         else:
             check_quantization_kind(config.to_dict(), name)
+        if is_text_only and is_multimodal(config):
+            kind = make_text_class(build_on_meta(kind, config)) or kind
     except ForedraftError:
         raise
     except (KeyError, TypeError, ArithmeticError, AttributeError, RuntimeError, StrictDataclassError) as error:
@@ -241,15 +244,6 @@ def _check_folder_contents(folder: Path, name: str) -> StoredTensors:
 def _find_snapshot(name: str) -> Path:
     """Find the cached folder of a hub id that was fetched."""
     return Path(cached_file(name, CONFIG_FILE, local_files_only=True)).parent
-
-
-def _select_auto_class(config: Any) -> Any:
-    if config.is_encoder_decoder:
-        is_speech = type(config) in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING
-        return AutoModelForSpeechSeq2Seq if is_speech else AutoModelForSeq2SeqLM
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING:
-        return AutoModelForMultimodalLM  # only its text part is used
-    return AutoModelForCausalLM
 
 
 def read_vocab_size(model: Any) -> int:
@@ -336,6 +330,7 @@ def load_tokenizer(name: str, vocab_size: int | None = None) -> Any | None:
                 "tokenizer_config.json again"
             ) from error
         raise _explain_error(f"the tokenizer of {name}", error) from error
+    adapt_template(tokenizer, name)
     if vocab_size is not None and len(tokenizer) < MIN_TOKENIZER_COVERAGE * vocab_size:
         raise ForedraftError(
             f"{name}: its tokenizer has {len(tokenizer)} tokens and the model {vocab_size}, so it cannot decode most "

@@ -51,7 +51,7 @@ def create(config: Config, context: DrafterContext) -> DraftModel | CrossVocabDr
     is_owned = context.loaded_model is None
     check_device(config.device, context)
     dtype = context.dtype if config.dtype is None else config.dtype
-    model = load_model(name, dtype, context.device) if is_owned else context.loaded_model
+    model = load_model(name, dtype, context.device, is_text_only=True) if is_owned else context.loaded_model
     if not is_owned and config.dtype is not None:
         raise ForedraftError("a loaded draft model has its dtype already; leave dtype out")
     check_cpu_dtype(model)
