@@ -15,16 +15,16 @@ from foredraft.models.loading import load_model
 from foredraft.models.native import decoder
 
 TEXT = {
-    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.3, "head_dim": 8,
+    "vocab_size": 97, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.3, "head_dim": 16,
     "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 EYES = {
     "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
     "patch_size": 14,
 }  # fmt: skip
-QWEN_EYES = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
-ROPE = {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}}
+QWEN_EYES = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64}
+ROPE = {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4}}
 HYBRID = {
     "linear_num_value_heads": 2, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
@@ -48,7 +48,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "qwen3_5": lambda: hf.Qwen3_5Config(text_config=TEXT | HYBRID, vision_config=QWEN_EYES),
     "gemma3": lambda: hf.Gemma3Config(text_config=TEXT, vision_config=EYES, mm_tokens_per_image=4),
     "gemma4": lambda: hf.Gemma4Config(
-        text_config=TEXT | {"global_head_dim": 8, "hidden_size_per_layer_input": 0, "pad_token_id": 0},
+        text_config=TEXT | {"global_head_dim": 16, "hidden_size_per_layer_input": 0, "pad_token_id": 0},
         vision_config=EYES | {"head_dim": 8, "num_key_value_heads": 2, "global_head_dim": 8},
         audio_config=None,
     ),
@@ -57,7 +57,7 @@ KINDS: dict[str, Callable[[], Any]] = {
         vision_config=EYES | {"vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16},
     ),
 }
-NATIVE = {"llava", "mistral3"}  # their text parts are decoders of a family with native code
+NATIVE = {"llava", "mistral3", "qwen2_5_vl", "qwen3_vl"}  # their text parts are decoders of a family with native code
 PROMPT, SAMPLING = [5, 6, 7, 8, 9], Sampling(max_tokens=12, temperature=0, ignore_eos=True)
 
 
@@ -127,9 +127,9 @@ def test_drafters_read_the_sizes_of_the_text_part(tmp_path: Path, kind: str) -> 
     save_model(kind, tmp_path)
     target = LLM(str(tmp_path), None).target
     shape = derive_block_shape(target)
-    assert (shape.hidden, shape.heads, shape.kv_heads) == (32, 4, 2)
+    assert (shape.hidden, shape.heads, shape.kv_heads) == (64, 4, 2)
     assert not any("mrope" in key for key in shape.rope)
-    small = shrink_config(target.model.config, DraftSize(1, 16))
+    small = shrink_config(target.model.config, DraftSize(1, 32))
     draft = hf.AutoModelForCausalLM.from_config(small)
     drafted = LLM(str(tmp_path), {"method": "draft_model", "model": draft}).generate([PROMPT], SAMPLING)
     assert drafted[0].token_ids == LLM(target, None).generate([PROMPT], SAMPLING)[0].token_ids

@@ -97,9 +97,9 @@ def _run_around_decoder(model: Any) -> tuple[Tensor, Tensor]:
 
     original = vars(decoder).get("forward")
     implementations, pair = read_implementations(model), _make_pair(model)
-    model.set_attn_implementation(ATTENTION_NAME)  # transformers builds no mask for it
     decoder.forward = echo
     try:
+        model.set_attn_implementation(ATTENTION_NAME)  # transformers builds no mask for it
         logits = model(input_ids=pair, position_ids=pair, use_cache=False).logits
     finally:
         del decoder.forward

@@ -27,7 +27,9 @@ from foredraft.kv.pool import KVPool
 from foredraft.models.forward_batch import ForwardBatch
 from foredraft.models.native.causal_stack import CausalStack, explain_missing_stack
 
-FAMILIES = ("llama", "mistral", "ministral", "qwen2", "qwen3", "granite")  # by config.model_type
+# By config.model_type. Text has three equal positions in Qwen-VL, which makes its rotary factors those of Qwen.
+VISION_FAMILIES = ("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text")
+FAMILIES = ("llama", "mistral", "ministral", "qwen2", "qwen3", "granite", *VISION_FAMILIES)
 # Code of the native library by transformers' name of the activation.
 ACTIVATIONS = {"silu": 0, "swish": 0, "gelu_pytorch_tanh": 1, "gelu_new": 1}
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # rope types whose factors do not depend on the sequence length
