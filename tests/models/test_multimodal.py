@@ -68,6 +68,11 @@ def save_model(kind: str, folder: Path) -> Any:
     return model.eval()
 
 
+def get_reference(model: Any) -> Any:
+    """Return the model that computes the reference; that of Llama 4 as a whole fails on text in transformers 5.24."""
+    return model.language_model if isinstance(model, hf.Llama4ForConditionalGeneration) else model
+
+
 def generate_reference(model: Any) -> list[int]:
     ids = torch.tensor([PROMPT])
     with torch.no_grad():
@@ -89,7 +94,7 @@ def test_text_alone_is_decoded_as_transformers_does(tmp_path: Path, kind: str, d
     assert plain.target.num_parameters == count_text_weights(model)  # the others are not loaded
     assert plain.target.runs_native == (kind in NATIVE and dtype == "float32")
     [completion] = plain.generate([PROMPT], SAMPLING)
-    assert list(completion.token_ids) == generate_reference(model.to(getattr(torch, dtype)))
+    assert list(completion.token_ids) == generate_reference(get_reference(model).to(getattr(torch, dtype)))
     [drafted] = plain.with_drafter("ngram").generate([PROMPT], SAMPLING)
     assert drafted.token_ids == completion.token_ids
 

@@ -37,7 +37,7 @@ def render(tokenizer: Any) -> str:
 def test_a_template_for_parts_takes_strings(tokenizer: Any, tmp_path: Path) -> None:
     tokenizer.chat_template = PARTS
     adapt_template(tokenizer, str(tmp_path))
-    assert render(tokenizer) == "user:Hi;user:Yo;bot:"
+    assert render(tokenizer) == "\nuser:Hi;user:Yo;bot:"
 
 
 @pytest.mark.parametrize("source", [BOTH, STRINGS])
@@ -51,7 +51,7 @@ def test_other_templates_stay(tokenizer: Any, tmp_path: Path, source: str) -> No
 def test_the_template_of_an_older_processor_is_found(tokenizer: Any, tmp_path: Path) -> None:
     (tmp_path / TEMPLATE_FILE).write_text(json.dumps({"chat_template": PARTS}))
     adapt_template(tokenizer, str(tmp_path))
-    assert render(tokenizer) == "user:Hi;user:Yo;bot:"
+    assert render(tokenizer) == "\nuser:Hi;user:Yo;bot:"
 
 
 def test_a_folder_without_a_template_has_none(tokenizer: Any, tmp_path: Path) -> None:
