@@ -68,8 +68,7 @@ def load_target(
         if tensor_parallel_size > 1:
             parallel = load_parallel_model(folder, name, dtype, device, tensor_parallel_size)
             loaded = parallel.model
-        else:
-            # An adapter may be for the image encoder too, so it needs the whole model.
+        else:  # an adapter may be for the image encoder too, so it needs the whole model
             loaded = load_model(folder, dtype, parse_device(device), is_text_only=lora is None)
         loaded = loaded if lora is None else merge_lora(loaded, lora, name)
     else:
