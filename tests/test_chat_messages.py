@@ -42,6 +42,7 @@ def test_template_options_reach_the_template(tokenizer):
         ([], TEMPLATE, "must be a list"),
         ([{"role": "user"}], TEMPLATE, "message 0"),
         (["hello"], TEMPLATE, "message 0"),
+        ([{"role": "user", "content": [{"type": "image", "url": "x.png"}]}], TEMPLATE, "part 'image'.*no images"),
         (MESSAGES, "{{ raise_exception('roles must alternate') }}", "roles must alternate"),
         (MESSAGES, "{% for %}", "refuses"),
     ],

@@ -25,7 +25,7 @@ from foredraft.drafters.common.tree_builder import TreeSpec
 from foredraft.drafters.eagle3.network import Eagle3Network
 from foredraft.drafters.eagle3.shape import Eagle3Shape
 from foredraft.drafters.method import DrafterContext
-from foredraft.kernels.gpu.graphs import CallingRecorder, Outputs, Recorder, Recording, make_recorder
+from foredraft.kernels.gpu.graphs import CallingRecorder, Outputs, RecordedLaunches, Recorder, make_recorder
 from foredraft.kernels.gpu.loading import load_kernels
 from foredraft.models.draft_layer import DraftLayerShape
 from foredraft.request import Batch
@@ -60,12 +60,9 @@ class KeepingRecorder:
     recorder: Recorder
     last: Any = None
 
-    def record(self, run: Callable[[], Outputs]) -> Recording:
+    def record(self, run: Callable[[], Outputs]) -> RecordedLaunches:
         self.last = self.recorder.record(run)
         return self.last  # type: ignore[no-any-return]
-
-    def count_bytes(self) -> int:
-        return self.recorder.count_bytes()
 
 
 @dataclass(frozen=True)
@@ -92,7 +89,8 @@ class HeadCase:
             if weight.dim() > 1:
                 nn.init.normal_(weight, std=weight.shape[1] ** -0.5, generator=noise)
         nn.init.normal_(network.lm_head.weight, std=3 * hidden**-0.5, generator=noise)  # far from uniform
-        network.d2t.copy_(torch.arange(self.draft_vocab_size) * (self.vocab_size // self.draft_vocab_size - 1))
+        spacing = self.vocab_size // self.draft_vocab_size
+        network.get_buffer("d2t").copy_(torch.arange(self.draft_vocab_size) * (spacing - 1))
         return network
 
     def make_twins(self, spec: TreeSpec, rules: Mapping[str, Sampling]) -> Twins:

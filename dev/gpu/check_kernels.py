@@ -126,9 +126,11 @@ def check_rotation(dtype: torch.dtype) -> Check:
     keys, values = (torch.zeros(64, 8, 128, dtype=dtype, device=DEVICE) for _ in range(2))
     slots = torch.arange(33, device=DEVICE) + 7
     rotated = rotate_and_store(q, k, k, angles.cos(), angles.sin(), slots, keys, values)
-    factors = tuple(torch.cat([x, x], -1)[None].double() for x in (angles.cos(), angles.sin()))
+    cosines, sines = (torch.cat([x, x], -1)[None].double() for x in (angles.cos(), angles.sin()))
     pairs = ((rotated, q), (keys[slots], k))
-    error = max((ours.double() - apply_rotary(x[None].double(), factors)[0]).abs().max().item() for ours, x in pairs)
+    error = max(
+        (ours.double() - apply_rotary(x[None].double(), (cosines, sines))[0]).abs().max().item() for ours, x in pairs
+    )
     bound = 8 * torch.finfo(dtype).eps
     return error <= bound, {"error": f"{error:.2e}", "bound": f"{bound:.2e}"}
 

@@ -85,6 +85,7 @@ def make_eagle3(llm: LLM, **options: Any) -> Any:
     context = DrafterContext(
         target.vocab_size, target, LEVELS, dtype=dtype, device=target.device, target_name="random weights"
     )
+    assert eagle3.METHOD.from_checkpoint is not None
     return eagle3.METHOD.from_checkpoint(eagle3.METHOD.config(**options), checkpoint, context)
 
 

@@ -65,7 +65,7 @@ def encode_chat(
         )
     try:
         text = tokenizer.apply_chat_template(
-            [dict(message) for message in messages],
+            [{**message, "content": _join_parts(message["content"])} for message in messages],
             chat_template=chat_template,
             tokenize=False,
             add_generation_prompt=add_generation_prompt and not continue_final_message,
@@ -85,3 +85,16 @@ def _check_messages(messages: Conversation) -> None:
     for i, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
             raise ForedraftError(f"message {i} must be a dict with 'role' and 'content', got {message!r:.80}")
+        content = message["content"]
+        for part in content if isinstance(content, list | tuple) else ():
+            if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+                kind = part.get("type") if isinstance(part, Mapping) else part
+                raise ForedraftError(
+                    f"message {i} has a part {kind!r:.80}, and only text is read, no images; give parts such as "
+                    '{"type": "text", "text": "Hello"}'
+                )
+
+
+def _join_parts(content: Any) -> Any:
+    """Join the text parts of a content. Templates that read parts get one."""
+    return "".join(part["text"] for part in content) if isinstance(content, list | tuple) else content

@@ -20,6 +20,7 @@ from foredraft import LLM, Completion, ForedraftError, Sampling
 from foredraft.cli.backend import load_llm
 from foredraft.cli.bench_options import LatencyOptions
 from foredraft.cli.options import ModelOptions
+from foredraft.kernels.gpu.graphs import CallingRecorder, CUDARecorder, GraphMemory
 from foredraft.kernels.gpu.loading import ExactKernels, load_exact_kernels, load_kernels
 from foredraft.kv.pool import KVPool
 from foredraft.llm import MemoryLimits
@@ -44,6 +45,7 @@ SIZES: dict[str, Any] = {
 CONFIGS = {"llama": hf.LlamaConfig, "qwen3": hf.Qwen3Config}
 TOKENS = [(7 * i) % 53 + 4 for i in range(12)]
 PROMPT = 10  # of these tokens
+NUM_PAGES = 64
 MATE = [(5 * i) % 47 + 9 for i in range(20)]
 
 
@@ -126,6 +128,25 @@ def test_chunks_and_batch_mates_change_no_bit(exact: tuple[HFModel, Tensor]) -> 
     sequences = Sequences.make(lm, 2)
     rows = [sequences.read(own=TOKENS[:3], mate=MATE), sequences.read(own=TOKENS[3:])]
     assert torch.equal(torch.cat(rows), plain)
+
+
+@TRITON
+def test_recorded_passes_change_no_bit(exact: tuple[HFModel, Tensor]) -> None:
+    """Rows of padding join the pass of a recording."""
+    eager, plain = exact
+    pool = KVPool(
+        kernels=load_kernels(),
+        is_whole=True,
+        capacity=NUM_PAGES * PAGE_SIZE,
+        recorder=CallingRecorder() if DEVICE == "cpu" else CUDARecorder(torch.device(DEVICE)),
+        graph_memory=GraphMemory(1 << 30),
+    )
+    lm = replace(eager, pool=pool)
+    sequences = Sequences.make(lm, 4)
+    rows = [sequences.read(own=TOKENS[:3], mate=MATE), sequences.read(own=TOKENS[3:])]
+    assert torch.equal(torch.cat(rows), plain)
+    assert lm.recorded.reason is None
+    assert lm.recorded._cache is not None
 
 
 @TRITON

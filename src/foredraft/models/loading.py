@@ -7,17 +7,7 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_MULTIMODAL_LM_MAPPING,
-    MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForMultimodalLM,
-    AutoModelForSeq2SeqLM,
-    AutoModelForSpeechSeq2Seq,
-    AutoTokenizer,
-)
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 from transformers.utils import cached_file
 
 from foredraft.errors import ForedraftError
@@ -37,12 +27,15 @@ from foredraft.models.gguf_model import decode_gguf
 from foredraft.models.gguf_tokenizer import read_gguf_tokenizer
 from foredraft.models.grid_linear import install_grids
 from foredraft.models.loading_errors import MAX_ERROR_CHARS, explain_error, summarise_error
+from foredraft.models.model_class import is_multimodal, select_auto_class
+from foredraft.models.processor_template import adapt_template
 from foredraft.models.quantized import (
     check_decoder_package,
     check_quantization_kind,
     check_stored_dtypes,
     check_unused_tensors,
 )
+from foredraft.models.text_part import make_text_class
 from foredraft.models.versions import warn_if_untested
 from foredraft.models.widening import WIDENED_KINDS, DecodedModel, decode_folder, read_generation_config
 
@@ -111,6 +104,7 @@ def load_model(
     device: torch.device,
     tensor_parallel_size: int = 1,
     quantization: str | None = None,
+    is_text_only: bool = False,
 ) -> Any:
     """Load a causal LM or an encoder-decoder model with safetensors weights.
 
@@ -124,6 +118,8 @@ def load_model(
             weights at the same time. Default 1 = the whole model.
         quantization: "int8" or "int4" if the caller packs the model so, and changes no weight before. Linear layers of
             a checkpoint on that grid are then GridLinear. Default None = none.
+        is_text_only: whether to leave out the weights that text does not reach, such as those of an image encoder.
+            Such a model cannot be saved. Default False.
 
     Raises:
         ForedraftError: the model cannot be loaded, or its files contradict each other.
@@ -134,7 +130,7 @@ def load_model(
     if file is not None:
         model, report = _load_gguf(file, name, torch_dtype, tensor_parallel_size, quantization)
     else:
-        model, report = _load_folder(name, torch_dtype, device, tensor_parallel_size, quantization)
+        model, report = _load_folder(name, torch_dtype, device, tensor_parallel_size, quantization, is_text_only)
     _check_weights(name, model, report)
     _check_end_ids(name, model)
     return model.to(device)
@@ -146,7 +142,7 @@ def _load_gguf(
     """Load a GGUF file. Returns the model and the report of transformers."""
     try:
         decoded = decode_gguf(file, dtype, name, processes)
-        return _load_decoded(AutoModelForCausalLM, decoded, name, quantization, "its metadata")
+        return _load_decoded(select_auto_class(decoded.config), decoded, name, quantization, "its metadata")
     except ForedraftError:
         raise
     except Exception as error:  # a configuration that transformers refuses
@@ -154,7 +150,12 @@ def _load_gguf(
 
 
 def _load_folder(
-    name: str, dtype: str | torch.dtype, device: torch.device, processes: int, quantization: str | None
+    name: str,
+    dtype: str | torch.dtype,
+    device: torch.device,
+    processes: int,
+    quantization: str | None,
+    is_text_only: bool,
 ) -> tuple[Any, dict[str, Any]]:
     """Load a folder or hub id. Returns the model and the report of transformers."""
     check_model_path(name)
@@ -164,7 +165,7 @@ def _load_folder(
     else:
         stored = None
         hub.check_reachable(name, CONFIG_FILE)
-    kind, quantised_by = _select_model_class(path, stored, name)
+    kind, quantised_by = _select_model_class(path, stored, name, is_text_only)
     if stored is None and device.type == "cpu" and quantised_by in WIDENED_KINDS:
         path = hub.find_folder(name)
         stored = _check_folder_contents(path, name)
@@ -185,9 +186,10 @@ def _load_decoded(
     kind: Any, decoded: DecodedModel, name: str, quantization: str | None, origin: str = CONFIG_FILE
 ) -> tuple[Any, dict[str, Any]]:
     """Load weights in memory. They need a call without a path, which auto classes refuse."""
-    empty = build_on_meta(kind, decoded.config)
+    empty = build_on_meta(select_auto_class(decoded.config), decoded.config)
     check_shapes(empty, {key: ("F32", tuple(each.shape)) for key, each in decoded.weights.items()}, name, origin)
-    model, report = _load_pretrained(type(empty), decoded.make_options(), name)
+    is_own_class = isinstance(kind, type) and issubclass(kind, PreTrainedModel)
+    model, report = _load_pretrained(kind if is_own_class else type(empty), decoded.make_options(), name)
     decoded.warn(name, quantization, install_grids(model, decoded.grids))
     return model, report
 
@@ -224,7 +226,7 @@ def build_model_on_meta(name: str) -> Any:
     check_model_path(name)
     try:
         config = AutoConfig.from_pretrained(str(Path(name).expanduser()), trust_remote_code=False)
-        return build_on_meta(_select_auto_class(config), config)
+        return build_on_meta(select_auto_class(config), config)
     except Exception as error:  # transformers and the hub raise dozens of kinds
         raise explain_error(name, error) from error
 
@@ -235,18 +237,22 @@ def check_cpu_dtype(model: Any) -> None:
         raise ForedraftError("float16 is slow and inexact on CPU; use dtype='bfloat16' or 'float32'")
 
 
-def _select_model_class(path: Path, stored: StoredTensors | None, name: str) -> tuple[Any, str | None]:
-    """Select the auto class that loads a model, and check config.json against the stored shapes.
+def _select_model_class(
+    path: Path, stored: StoredTensors | None, name: str, is_text_only: bool
+) -> tuple[Any, str | None]:
+    """Select the class that loads a model, and check config.json against the stored shapes.
 
     Returns:
         The class, and the kind of quantisation or None.
     """
     try:
         config = AutoConfig.from_pretrained(str(path), trust_remote_code=False)
-        kind = _select_auto_class(config)
+        kind = select_auto_class(config)
         quantised_by = check_quantization_kind(config.to_dict(), name)
         if stored is not None:
             check_shapes(build_on_meta(kind, config), stored, name)
+        if is_text_only and is_multimodal(config):
+            kind = make_text_class(build_on_meta(kind, config)) or kind
     except ForedraftError:
         raise
     except (KeyError, TypeError, ArithmeticError, AttributeError, RuntimeError, StrictDataclassError) as error:
@@ -270,15 +276,6 @@ def _check_folder_contents(folder: Path, name: str) -> StoredTensors:
 def _find_snapshot(name: str) -> Path:
     """Find the cached folder of a hub id that was fetched."""
     return Path(cached_file(name, CONFIG_FILE, local_files_only=True)).parent
-
-
-def _select_auto_class(config: Any) -> Any:
-    if config.is_encoder_decoder:
-        is_speech = type(config) in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING
-        return AutoModelForSpeechSeq2Seq if is_speech else AutoModelForSeq2SeqLM
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING:
-        return AutoModelForMultimodalLM  # only its text part is used
-    return AutoModelForCausalLM
 
 
 def read_vocab_size(model: Any) -> int:
@@ -376,7 +373,11 @@ def load_tokenizer(name: str, vocab_size: int | None = None) -> Any | None:
                 "tokenizer_config.json again"
             ) from error
         raise explain_error(f"the tokenizer of {name}", error) from error
-    if vocab_size is None or tokenizer is None:
+    if tokenizer is None:
+        return None
+    if gguf is None or tokenizer.chat_template is not None:
+        adapt_template(tokenizer, name)
+    if vocab_size is None:
         return tokenizer
     if len(tokenizer) < MIN_TOKENIZER_COVERAGE * vocab_size:
         raise ForedraftError(

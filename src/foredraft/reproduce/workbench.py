@@ -161,7 +161,9 @@ class Workbench:
         grown = vars(self).get("grown")  # without growing it
         has_grown_weights = grown is not None and llm.target.model is grown.target.model
         drafter = self._make_small_drafter(spec, length) if has_grown_weights else None
-        return llm.with_drafter(spec if drafter is None else drafter, length, verify=rule)
+        if drafter is None:
+            return llm.with_drafter(spec, length, verify=rule)
+        return llm.with_drafter(drafter, verify=rule)  # made for `length`: a bound would count the nodes of its tree
 
     def build_spec(self, llm: LLM, text: str, model: str | None = None) -> dict[str, Any]:
         """Build the specification of a drafter, in vLLM's keys. Arguments: as `add_drafter`."""

@@ -15,7 +15,7 @@ Fields beyond OpenAI's and vLLM's:
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
 from foredraft.draft_length.length_table import LengthTable
 from foredraft.errors import ForedraftError
@@ -114,6 +114,13 @@ class TextContentPart(StrictModel):
 
     type: Literal["text"]
     text: str
+
+    @field_validator("type", mode="before")
+    @classmethod
+    def _check_type(cls, value: Any) -> Any:
+        if isinstance(value, str) and value != "text":
+            raise ValueError("send parts of type 'text'; this server reads no images, sounds or files")
+        return value
 
 
 ContentParts = Annotated[list[TextContentPart], Field(fail_fast=True, max_length=1024)]

@@ -33,7 +33,7 @@ def load_sharded_target(
     """
     builtin = zoo.resolve_target(name)
     folder = name if builtin is None else str(zoo.find_target_folder(builtin))
-    model = load_model(folder, dtype, torch.device("cpu"))
+    model = load_model(folder, dtype, torch.device("cpu"), is_text_only=True)
     if model.config.is_encoder_decoder:
         raise ForedraftError(f"{name} is an encoder-decoder model, which is not sharded; launch without --use_fsdp")
     _shard_layers(model, distributed, settings)

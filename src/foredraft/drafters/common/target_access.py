@@ -149,8 +149,11 @@ def derive_block_shape(target: HFModel) -> DraftLayerShape:
 
 
 def _read_rope_parameters(config: Any) -> dict[str, Any]:
-    """Return the target's rotary parameters if a Llama layer can use them, else Llama's defaults."""
+    """Return the target's rotary parameters if a Llama layer can use them, else Llama's defaults.
+
+    Sections of image positions (mrope) do not matter to text, whose three positions are equal.
+    """
     rope = getattr(config, "rope_parameters", None) or {}
     default = {"rope_type": "default", "rope_theta": 10000.0}
     is_one_set = "rope_type" in rope and not rope.get("partial_rotary_factor")
-    return dict(rope) if is_one_set else default
+    return {key: value for key, value in rope.items() if not key.startswith("mrope_")} if is_one_set else default

@@ -5,12 +5,15 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, LlamaConfig
+
 from foredraft.errors import ForedraftError
 from foredraft.models.encdec import t5
 
 LAYER_DIVISOR = 6  # default depth: the target's decoder layers over this
 ENCODER_DIVISOR = 2  # default depth of an encoder, which runs once per request: the target's encoder layers over this
 WIDTH_DIVISOR = 2  # default width: the target's hidden size over this
+DEFAULT_ROPE_THETA = 10000.0  # rotary base of a text part that names none
 WIDTH_MULTIPLE = 16  # the width of an MLP layer is a multiple of this
 
 
@@ -54,7 +57,26 @@ def shrink_config(config: Any, size: DraftSize) -> Any:
         shape.head_dim = head
     if getattr(shape, "layer_types", None):
         shape.layer_types = shape.layer_types[:depth]
-    return shape
+    return shape if type(shape) in MODEL_FOR_CAUSAL_LM_MAPPING else _convert_to_llama(shape, head)
+
+
+def _convert_to_llama(shape: Any, head: int) -> Any:
+    """Make a Llama configuration of the sizes of a text part that has no causal LM of its own, as in Qwen3-VL."""
+    rope = getattr(shape, "rope_parameters", None) or {}
+    return LlamaConfig(
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_hidden_layers=shape.num_hidden_layers,
+        num_attention_heads=shape.num_attention_heads,
+        num_key_value_heads=shape.num_key_value_heads,
+        head_dim=head,
+        max_position_embeddings=shape.max_position_embeddings,
+        rope_parameters={"rope_type": "default", "rope_theta": rope.get("rope_theta", DEFAULT_ROPE_THETA)},
+        bos_token_id=shape.bos_token_id,
+        eos_token_id=shape.eos_token_id,
+        pad_token_id=shape.pad_token_id,
+    )
 
 
 def _shrink_encoder_decoder(config: Any, size: DraftSize) -> Any:

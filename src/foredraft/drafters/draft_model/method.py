@@ -53,7 +53,7 @@ def create(config: Config, context: DrafterContext) -> DraftModel | CrossVocabDr
     dtype = context.dtype if config.dtype is None else config.dtype
     model = context.loaded_model
     if is_owned:
-        model = load_model(name, dtype, context.device, quantization=config.quantization)
+        model = load_model(name, dtype, context.device, quantization=config.quantization, is_text_only=True)
     if not is_owned and config.dtype is not None:
         raise ForedraftError("a loaded draft model has its dtype already; leave dtype out")
     check_cpu_dtype(model)

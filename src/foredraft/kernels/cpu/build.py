@@ -26,6 +26,9 @@ X86_SETS = {
     "avx512": [*AVX2, *AVX512],
     "avx2": AVX2,
 }
+ARM_SETS = {"neonbf16": ["-march=armv8.2-a+bf16+i8mm"]}  # the portable set has NEON
+
+MACHINE_SETS = {"x86_64": X86_SETS, "amd64": X86_SETS, "aarch64": ARM_SETS}
 
 
 def compute_fingerprint(folder: Path = HERE) -> str:
@@ -47,7 +50,7 @@ def find_compiler() -> list[str] | None:
 
 def list_machine_sets() -> dict[str, list[str]]:
     """Return the compiler flags of the instruction sets of this architecture, the best first, without the portable."""
-    return X86_SETS if platform.machine().lower() in ("x86_64", "amd64") else {}
+    return MACHINE_SETS.get(platform.machine().lower(), {})
 
 
 def build(

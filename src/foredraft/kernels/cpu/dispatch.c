@@ -8,6 +8,10 @@
 #include <unistd.h>
 #endif
 
+#if defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#endif
+
 #include "kernels.h"
 #include "team.h"
 
@@ -49,6 +53,11 @@ static int can_run(const char *name) {
     if (!strcmp(name, "avx512")) return avx512;
     if (!strcmp(name, "avx512bf16")) return avx512bf16;
     if (!strcmp(name, "amx")) return avx512bf16 && can_use_tiles();
+#endif
+#if defined(__aarch64__) && defined(__linux__)
+    enum { HAS_I8MM = 1 << 13, HAS_BF16 = 1 << 14 }; /* of AT_HWCAP2 */
+    unsigned long wanted = HAS_I8MM | HAS_BF16;
+    if (!strcmp(name, "neonbf16")) return (getauxval(AT_HWCAP2) & wanted) == wanted;
 #endif
     return 0;
 }

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 # CPU features that decide the speed of a forward pass, as /proc/cpuinfo names them.
-CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "asimd", "bf16", "sve")
+CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "asimd", "bf16", "i8mm", "sve")
 
 
 def read_cpu_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:

@@ -17,7 +17,7 @@ from foredraft.errors import ForedraftError
 from foredraft.kernels.cpu import build
 
 KERNELS_VARIABLE = "FOREDRAFT_KERNELS"  # name of an instruction set, or "torch" for no native kernels
-INSTRUCTION_SETS = ("amx", "avx512bf16", "avx512", "avx2", "portable")
+INSTRUCTION_SETS = (*build.list_machine_sets(), "portable")  # of this architecture, the best first
 TILE_SET = "amx"
 
 

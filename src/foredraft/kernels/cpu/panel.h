@@ -6,7 +6,7 @@
 #include "simd.h"
 
 #define PANEL_VECTORS (FD_PANEL / LANES) /* vectors of a panel */
-#if defined(__AVX512VNNI__)
+#if defined(__AVX512VNNI__) || defined(__ARM_FEATURE_MATMUL_INT8)
 #define HAS_BYTE_PRODUCTS 1
 #else
 #define HAS_BYTE_PRODUCTS 0

@@ -23,7 +23,7 @@
 
 #if LANES == 16
 #define QUANT_ROWS 8 /* rows times PANEL_VECTORS accumulators in registers */
-#elif LANES == 8
+#elif LANES == 8 || defined(__aarch64__)
 #define QUANT_ROWS 2
 #else
 #define QUANT_ROWS 1
@@ -31,7 +31,9 @@
 
 /* acc + w.0 * x.0 + w.1 * x.1 of words, or the sum over four bytes with w unsigned and x signed. */
 INLINE vi dot(vi acc, vu w, vu x) {
-#if HAS_BYTE_PRODUCTS
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+    return (vi)vusdotq_s32((int32x4_t)acc, (uint8x16_t)w, (int8x16_t)x);
+#elif HAS_BYTE_PRODUCTS
     return (vi)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, (__m512i)x);
 #elif LANES == 16
     return acc + (vi)_mm512_madd_epi16((__m512i)w, (__m512i)x);

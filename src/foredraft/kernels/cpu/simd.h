@@ -16,6 +16,9 @@
 #elif defined(__AVX2__)
 #define LANES 8
 #define ACCUMULATORS 12
+#elif defined(__aarch64__)
+#define LANES 4
+#define ACCUMULATORS 24 /* of 32 registers */
 #else
 #define LANES 4
 #define ACCUMULATORS 12
@@ -103,6 +106,8 @@ INLINE uint16_t float_to_bf16(float x) {
 INLINE vf dot_bf16(vf acc, vu w, vu x) {
 #ifdef __AVX512BF16__
     return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)w, (__m512bh)x);
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+    return (vf)vbfdotq_f32((float32x4_t)acc, (bfloat16x8_t)w, (bfloat16x8_t)x);
 #else
     acc = multiply_add((vf)(w << 16), (vf)(x << 16), acc);
     return multiply_add((vf)(w & 0xffff0000u), (vf)(x & 0xffff0000u), acc);

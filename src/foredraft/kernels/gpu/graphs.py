@@ -23,8 +23,11 @@ WARM_UP_RUNS = 2  # before a capture: the first compiles kernels and creates han
 class RecordedLaunches(Protocol):
     """Recorded pass. `outputs` are overwritten by every replay."""
 
-    outputs: Outputs
-    num_bytes: int  # memory of the device that the recording keeps
+    @property
+    def outputs(self) -> Outputs: ...
+
+    @property
+    def num_bytes(self) -> int: ...  # memory of the device that the recording keeps
 
     def __call__(self) -> None: ...
 

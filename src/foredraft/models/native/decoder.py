@@ -26,8 +26,11 @@ from foredraft.kernels.linear import PackedWeight
 from foredraft.kv.pool import KVPool
 from foredraft.models.forward_batch import ForwardBatch
 from foredraft.models.grid_linear import GridLinear, pack_joined, take_only
+from foredraft.models.native.causal_stack import CausalStack, explain_missing_stack
 
-FAMILIES = ("llama", "mistral", "ministral", "qwen2", "qwen3", "granite")  # by config.model_type
+# By config.model_type. Text has three equal positions in Qwen-VL, which makes its rotary factors those of Qwen.
+VISION_FAMILIES = ("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text")
+FAMILIES = ("llama", "mistral", "ministral", "qwen2", "qwen3", "granite", *VISION_FAMILIES)
 # Code of the native library by transformers' name of the activation.
 ACTIVATIONS = {"silu": 0, "swish": 0, "gelu_pytorch_tanh": 1, "gelu_new": 1}
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # rope types whose factors do not depend on the sequence length
@@ -45,17 +48,18 @@ def explain_unsupported(model: Any) -> str | None:
         return f"{model.dtype} on {model.device.type}"
     if config.model_type not in FAMILIES:
         return f"models of type {config.model_type}"
-    if config is not model.config:  # a multimodal model, whose decoder layers are at another path
-        return f"the text part of a model of type {model.config.model_type}"
     if config.hidden_act not in ACTIVATIONS:
         return f"the activation {config.hidden_act}"
     if (getattr(config, "rope_parameters", None) or {}).get("rope_type") not in STATIC_ROPE:
         return "rotary factors that change with the sequence length"
-    blocks = model.model.layers
+    if (reason := explain_missing_stack(model)) is not None:
+        return reason
+    stack = CausalStack.from_model(model)
+    blocks = stack.decoder.layers
     linears = [m for block in blocks for m in list_projections(block)]
-    if not all(type(m) in (nn.Linear, GridLinear) for m in [*linears, model.lm_head]):
+    if not all(type(m) in (nn.Linear, GridLinear) for m in [*linears, stack.head]):
         return "linear layers that were replaced"
-    if type(model.model.embed_tokens) is not nn.Embedding:
+    if type(stack.decoder.embed_tokens) is not nn.Embedding:
         return "embeddings that were replaced"
     if blocks[0].self_attn.head_dim % LANES:
         return f"heads of width {blocks[0].self_attn.head_dim}"
@@ -123,10 +127,10 @@ class NativeDecoder:
             pack_head: packs the matrix of the head.
             is_owned: whether to free each weight after it is packed.
         """
-        packer = DecoderPacker(pack, is_owned)
+        packer, decoder = DecoderPacker(pack, is_owned), CausalStack.from_model(model).decoder
         record = _build_record(model, sliding_windows, packer, pack_head)
-        vocab_size = len(model.model.embed_tokens.weight)
-        return cls.from_record(record, packer, model.dtype, vocab_size, _make_rotary_table(model.model.rotary_emb))
+        vocab_size = len(decoder.embed_tokens.weight)
+        return cls.from_record(record, packer, model.dtype, vocab_size, _make_rotary_table(decoder.rotary_emb))
 
     @classmethod
     def from_record(
@@ -263,20 +267,21 @@ def take_first_half(factors: Tensor) -> Tensor:
 def _build_record(
     source: Any, sliding_windows: Sequence[int | None], packer: "DecoderPacker", pack_head: PackWeight
 ) -> ModelRecord:
-    config = source.config.get_text_config()
-    blocks = zip(source.model.layers, sliding_windows, strict=True)
+    config, stack = source.config.get_text_config(), CausalStack.from_model(source)
+    decoder, head = stack.decoder, stack.head
+    blocks = zip(decoder.layers, sliding_windows, strict=True)
     layers = (LayerRecord * len(sliding_windows))(
         *(packer.build_layer(block, sliding_window) for block, sliding_window in blocks)
     )
-    attention, norm = source.model.layers[0].self_attn, source.model.norm
-    embedding, head = source.model.embed_tokens.weight, source.lm_head
+    attention, norm = decoder.layers[0].self_attn, decoder.norm
+    embedding = decoder.embed_tokens.weight
     return ModelRecord(
         layers=len(layers),
         hidden=embedding.shape[1],
         heads=config.num_attention_heads,
         kv_heads=config.num_key_value_heads,
         head_dim=attention.head_dim,
-        rotary=2 * len(source.model.rotary_emb.inv_freq),
+        rotary=2 * len(decoder.rotary_emb.inv_freq),
         inner=layers[0].gate_up.n // 2,
         activation=ACTIVATIONS[config.hidden_act],
         has_bf16_kv=source.dtype == torch.bfloat16,
