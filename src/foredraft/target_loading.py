@@ -69,8 +69,7 @@ def load_target(
             parallel = load_parallel_model(folder, name, dtype, device, tensor_parallel_size)
             loaded = parallel.model
         else:  # an adapter may be for the image encoder too, so it needs the whole model; it changes rounded weights
-            kept = None if lora else quantization
-            loaded = load_model(folder, dtype, parse_device(device), quantization=kept, is_text_only=lora is None)
+            loaded = load_model(folder, dtype, parse_device(device), 1, None if lora else quantization, lora is None)
         loaded = loaded if lora is None else merge_lora(loaded, lora, name)
     else:
         check_loaded_model(tensor_parallel_size)

@@ -6,12 +6,14 @@ number by number, and share no code with the decoder.
 
 import json
 import logging
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -137,8 +139,14 @@ def save_packed(
 ) -> dict[str, Tensor]:
     """Save a Llama with packed projections. Returns the matrices that they mean."""
     tiny_models.llama(hidden=hidden).save_pretrained(folder)
+    return pack_folder(folder, block, pack)
+
+
+def pack_folder(
+    folder: Path, block: dict[str, Any], pack: Callable[[int, int], Packed], pattern: str = "proj"
+) -> dict[str, Tensor]:
     held, meant = load_file(folder / "model.safetensors"), {}
-    for name in [name for name in held if "proj" in name]:
+    for name in [name for name in held if re.search(pattern, name)]:
         parts, meant[name] = pack(*held.pop(name).shape)
         held |= {f"{name.removesuffix('weight')}{part}": value for part, value in parts.items()}
     save_file(held, folder / "model.safetensors", {"format": "pt"})
@@ -279,6 +287,23 @@ def test_kernels_have_exactly_the_values_of_the_checkpoint(
     for matrix in expected:
         assert any(other.shape == matrix.shape and torch.equal(other, matrix) for other in packed)
     assert len(llm.generate([[1, 2, 3]], Sampling(temperature=0, max_tokens=4))[0].token_ids) == 4
+
+
+def test_layers_that_transformers_renames_keep_the_values_of_the_checkpoint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    eyes = hf.CLIPVisionConfig(**sizes, image_size=8, patch_size=4, projection_dim=32)
+    config = hf.LlavaConfig(
+        text_config=hf.LlamaConfig(**sizes, vocab_size=64), vision_config=eyes, image_token_index=60
+    )
+    hf.LlavaForConditionalGeneration(config).save_pretrained(tmp_path)
+    block = describe_compressed("int-quantized", 8)
+    meant = pack_folder(tmp_path, block, pack_int8, r"language_model.*layers.*proj")
+    assert not set(meant) & {name for name, _ in load_model(str(tmp_path), "float32", CPU).named_parameters()}
+    LLM(str(tmp_path), tokenizer=None, device="cpu", quantization="int8")
+    assert len(meant) == 7
+    assert "7 of 7 matrices of compressed-tensors keep their values" in caplog.text
 
 
 @pytest.mark.parametrize("kind", ["int4", "awq", "float8"])

@@ -33,20 +33,22 @@ def take_only(matrices: Sequence[Tensor]) -> Tensor:
     return matrix
 
 
-def install_grids(model: Any, grids: Mapping[str, QuantizedWeight]) -> int:
+def install_grids(model: Any, grids: Mapping[str, QuantizedWeight], weights: Mapping[str, Tensor]) -> int:
     """Replace linear layers of a model by those with a grid.
 
     Args:
         model: transformers model.
-        grids: grids by the path of the module. Paths that the model lacks are left out.
+        grids: grids by the path of the module in the checkpoint. Those without a linear layer are left out.
+        weights: weights of the checkpoint, which the model shares. transformers renames the paths of some models, so a
+            layer is found by the address of its weight.
 
     Returns:
         Number of layers that were replaced.
     """
-    replaced = 0
+    replaced, found = 0, {weights[f"{path}.weight"].data_ptr(): grid for path, grid in grids.items()}
     for path, module in list(model.named_modules()):
-        grid = grids.get(path)
-        if grid is not None and type(module) is nn.Linear and grid.codes.shape == module.weight.shape:
+        grid = found.get(module.weight.data_ptr()) if type(module) is nn.Linear else None
+        if grid is not None and grid.codes.shape == module.weight.shape:
             parent, _, child = path.rpartition(".")
             setattr(model.get_submodule(parent), child, GridLinear.from_linear(module, grid))
             replaced += 1

@@ -190,7 +190,7 @@ def _load_decoded(
     check_shapes(empty, {key: ("F32", tuple(each.shape)) for key, each in decoded.weights.items()}, name, origin)
     is_own_class = isinstance(kind, type) and issubclass(kind, PreTrainedModel)
     model, report = _load_pretrained(kind if is_own_class else type(empty), decoded.make_options(), name)
-    decoded.warn(name, quantization, install_grids(model, decoded.grids))
+    decoded.warn(name, quantization, install_grids(model, decoded.grids, decoded.weights))
     return model, report
 
 
