@@ -13,7 +13,7 @@ from foredraft.errors import ForedraftError
 from foredraft.request import Batch
 from foredraft.tree import Commit, TargetCandidates, TokenTree
 from foredraft.verification.rules import BLOCK
-from tests.support.requests import change_options, make_request
+from tests.support.requests import make_request
 
 VOCAB = 23
 
@@ -24,15 +24,15 @@ def make_drafter(num_tokens=3, **options):
     )
 
 
-def request(tokens):
-    made = make_request(0, tokens, Sampling(max_tokens=1000), seed=1)
+def request(tokens, **more):
+    made = make_request(0, tokens, Sampling(max_tokens=1000), seed=1, **more)
     made.num_computed = made.num_tokens - 1
     return made
 
 
 def observe(drafter, tree, rows):
     commit = Commit.from_lists([[0]], [[1]]).with_target_outputs(None, None, TargetCandidates(tree, rows))
-    drafter.observe(Batch([request([1])], [0], [1]), commit)
+    drafter.observe(Batch((request([1]),), (1,), (0,)), commit)
 
 
 def test_tree_has_parents_first_and_respects_its_bounds():
@@ -40,7 +40,9 @@ def test_tree_has_parents_first_and_respects_its_bounds():
     assert len(tree) == len(set(tree)) == 40
     assert tree[0] == RankNode(0, 0, 1)
     for n, node in enumerate(tree, 1):
-        assert node.parent < n and node.rank < 4 and node.depth <= 3
+        assert node.parent < n
+        assert node.rank < 4
+        assert node.depth <= 3
         assert node.depth == (tree[node.parent - 1].depth + 1 if node.parent else 1)
     assert len(build_rank_tree(100, 2, 2)) == 6  # 2 children and 4 grandchildren
 
@@ -62,7 +64,7 @@ def test_candidates_of_every_scored_node_are_drafted_and_the_newest_replace_olde
 def test_block_gets_the_chain_of_likeliest_candidates():
     drafter = make_drafter(num_tokens=3, top_k=2)
     observe(drafter, TokenTree([[5, 8]], [[-1, 0]]), ((8, 9), (5, 2)))
-    draft = drafter.draft(change_options(request([7, 5]), rule=BLOCK), 9)
+    draft = drafter.draft(request([7, 5], rule=BLOCK), 9)
     assert (draft.tokens, draft.parents) == ((8, 5, 8), (0, 1, 2))
 
 
