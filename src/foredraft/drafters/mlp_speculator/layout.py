@@ -11,7 +11,8 @@ from foredraft.drafters.mlp_speculator.shape import MlpSpeculatorShape
 
 def make_layout(shape: MlpSpeculatorShape, tensors: Mapping[str, Tensor]) -> CheckpointLayout:
     """Use the published names, each tensor once."""
-    return (lstm_checkpoint if shape.is_lstm else checkpoint).make_layout(shape, tensors)
+    make = lstm_checkpoint.make_layout if shape.is_lstm else checkpoint.make_layout
+    return make(shape, tensors)
 
 
 def make_export_layout(shape: MlpSpeculatorShape, tensors: Mapping[str, Tensor]) -> CheckpointLayout:

@@ -9,6 +9,7 @@ The first cell is zero. All gates read the same embedding. A node's state is [st
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -62,8 +63,9 @@ class LSTMSpeculator(nn.Module):
 
     def compute_logits(self, step: int, state: Tensor) -> Tensor:
         """Compute logits [.., V] of the next token."""
-        head = self.head[0]
-        return head(state[..., : self.shape.inner].to(head.weight.dtype))  # type: ignore[no-any-return]
+        head: Any = self.head[0]
+        logits: Tensor = head(state[..., : self.shape.inner].to(head.weight.dtype))
+        return logits
 
 
 class LSTMStepRunner:
@@ -100,7 +102,7 @@ class LSTMStepRunner:
         """Read one more token per row. Returns states [R, 2 inner], and logits [R, W] of the next tokens."""
         inner = self.shape.inner
         previous = states[:, :inner].contiguous() if step else states
-        projected = promote_precision(self._projections[min(step, 1)](previous)).unflatten(-1, (len(GATES), inner))
+        projected = promote_precision(self._projections[min(step, 1)](previous)).view(len(states), len(GATES), inner)
         embedded = F.embedding(torch.as_tensor(tokens, device=self._embedding.device), self._embedding)
         mixed = torch.add(projected, promote_precision(embedded)[:, None], alpha=self._token_share)
         forget, take, give = torch.sigmoid(mixed[:, :3]).unbind(1)
