@@ -447,7 +447,12 @@ def test_repeats_of_an_lstm_speculator_that_differ(tmp_path, name, original):
     folder = published_folders.lstm_speculator(tmp_path)
     published_folders.edit_tensors(folder, more={name: torch.ones(V, 24)})
     assert f"{name} differs from {original}" in refusal(folder)
-    assert "must set n_predict" in refusal(published_folders.edit_config(folder, drop=("n_predict",)))
+    assert "embeddings of their own" in refusal(published_folders.edit_config(folder, tie_lstm_embs=False))
+
+
+def test_an_lstm_speculator_without_the_number_of_steps(tmp_path):
+    folder = published_folders.edit_config(published_folders.lstm_speculator(tmp_path), drop=("n_predict",))
+    assert "must set n_predict" in refusal(folder)
 
 
 def test_a_truncated_vocabulary_of_medusa(tmp_path):

@@ -46,6 +46,8 @@ def _infer_shape(claims: TensorClaims, config: dict[str, Any], target: TargetInf
     vocab_size = claims.require_shape(EMBEDDING, 2)[0]
     claims.check_target("hidden size", hidden, target.name, target.hidden)
     claims.check_target("vocabulary size", vocab_size, target.name, target.vocab_size)
+    if config.get("tie_lstm_embs") is False:
+        raise claims.refuse("its gates have embeddings of their own (tie_lstm_embs), which are not supported")
     n_predict = config.get("n_predict")
     if type(n_predict) is not int or n_predict < 1:
         raise claims.refuse("config.json must set n_predict, which tied weights do not determine")
