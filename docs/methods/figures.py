@@ -166,6 +166,27 @@ def lookahead() -> Figure:
     return f
 
 
+def token_recycling() -> Figure:
+    f = Figure("Token recycling: the target's candidates are kept by token, and drafted as a tree", 236)
+    f.note(16, 30, "matrix")
+    rows = (("the", ("cat", "mat")), ("cat", ("sat", "ran")), ("sat", ("on", "by")))
+    for i, (token, candidates) in enumerate(rows):
+        row = f.box(84, 12 + 44 * i, token, "token")
+        kept = f.row(172, 12 + 44 * i, candidates, "part")
+        f.arrow(row.right, kept[0].left)
+    f.note(84, 158, "one row per token of the vocabulary")
+    root = f.box(340, 62, "the", "token")
+    cat, mat = f.box(428, 32, "cat", "draft"), f.box(428, 94, "mat", "draft")
+    sat, ran = f.box(516, 12, "sat", "draft"), f.box(516, 56, "ran", "draft")
+    for parent, child in ((root, cat), (root, mat), (cat, sat), (cat, ran)):
+        f.arrow(parent.right, child.left)
+    target = f.box(612, 54, "target:\none forward pass", "target", 132, 48)
+    f.arrow((566, 78), target.left)
+    f.arrow((678, 104), (678, 178))
+    f.note(340, 196, "likeliest tokens after every node, rejected ones too, fill the rows again")
+    return f
+
+
 def aggressive() -> Figure:
     f = Figure("Aggressive: the draft copies the source, and continues after an edit", 236)
     f.note(16, 30, "source")
@@ -400,8 +421,8 @@ def ensemble() -> Figure:
 FIGURES: dict[str, Callable[[], Figure]] = {
     draw.__name__: draw
     for draw in (
-        ngram, suffix, lookahead, aggressive, ngram_lm, draft_model, early_exit, medusa, blockwise, mlp_speculator,
-        hydra, chimera, eagle, eagle3, ensemble,
+        ngram, suffix, lookahead, token_recycling, aggressive, ngram_lm, draft_model, early_exit, medusa, blockwise,
+        mlp_speculator, hydra, chimera, eagle, eagle3, ensemble,
     )
 }  # fmt: skip
 

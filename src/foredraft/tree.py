@@ -252,6 +252,23 @@ class TargetArgmax:
 
 
 @dataclass(frozen=True)
+class TargetCandidates:
+    """Likeliest tokens of the target after every scored node of a forward pass, rejected nodes included.
+
+    For drafters with `num_target_candidates`.
+    """
+
+    tree: TokenTree
+    rows: Sequence[tuple[int, ...]]  # R rows, the likeliest first; () if the logits were not finite
+
+    def list_scored(self) -> list[tuple[int, tuple[int, ...]]]:
+        """List the token of each scored node with the candidates after it, in the order of the rows."""
+        spans = zip(self.tree.tokens, self.tree.roots, self.tree.sizes, strict=True)
+        tokens = [token for row, root, size in spans for token in row[root:size]]
+        return [(token, row) for token, row in zip(tokens, self.rows, strict=True) if row]
+
+
+@dataclass(frozen=True)
 class Commit:
     """Accepted path of every request: nodes of its tree, and the token that follows each node.
 
@@ -266,6 +283,7 @@ class Commit:
     path_features: PathFeatures | None = None  # hidden states of the target at the paths, gathered by `features`
     failed: frozenset[int] = frozenset()  # batch indices with invalid logits: nothing is committed for them
     target_argmax: TargetArgmax | None = None  # for drafters with `needs_target_argmax`
+    target_candidates: TargetCandidates | None = None  # for drafters with `num_target_candidates`
 
     @classmethod
     def from_lists(
@@ -289,11 +307,19 @@ class Commit:
         """Return the same commit with new lists; tensors are shared."""
         paths, tokens = [list(row) for row in self.paths], [list(row) for row in self.tokens]
         argmax = self.target_argmax and TargetArgmax(self.target_argmax.tree.copy(), list(self.target_argmax.tokens))
-        return Commit(paths, tokens, self.path_features, self.failed, argmax)
+        found = self.target_candidates and TargetCandidates(
+            self.target_candidates.tree.copy(), tuple(self.target_candidates.rows)
+        )
+        return Commit(paths, tokens, self.path_features, self.failed, argmax, found)
 
-    def with_target_outputs(self, features: PathFeatures | None, target_argmax: TargetArgmax | None) -> "Commit":
+    def with_target_outputs(
+        self,
+        features: PathFeatures | None,
+        target_argmax: TargetArgmax | None,
+        target_candidates: TargetCandidates | None = None,
+    ) -> "Commit":
         """Return the same commit with the outputs of the target that drafters read."""
-        return Commit(self.paths, self.tokens, features, self.failed, target_argmax)
+        return Commit(self.paths, self.tokens, features, self.failed, target_argmax, target_candidates)
 
     @lazy_property
     def counts(self) -> list[int]:
@@ -308,4 +334,4 @@ class Commit:
         paths = [row[:n] for row, n in zip(self.paths, counts, strict=True)]
         tokens = [row[:n] for row, n in zip(self.tokens, counts, strict=True)]
         features = None if self.path_features is None else self.path_features.truncate(counts)
-        return Commit(paths, tokens, features, self.failed, self.target_argmax)
+        return Commit(paths, tokens, features, self.failed, self.target_argmax, self.target_candidates)

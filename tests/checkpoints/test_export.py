@@ -218,6 +218,18 @@ def test_an_mlp_speculator_is_written_and_who_loads_it_is_said(tmp_path):
         assert "use --format mlp_speculator" in refusal(tmp_path, folder, fmt)
 
 
+def test_an_lstm_speculator_is_written_as_arctic_loads_it(tmp_path):
+    """Arctic Inference requires the embedding of every gate, and splits the widths as text."""
+    folder = published_folders.lstm_speculator(tmp_path / "in")
+    config, tensors, said = export_drafter(tmp_path, folder, "mlp_speculator")
+    raw = published_folders.read_tensors(folder)
+    assert tensors.keys() == raw.keys() - {"head.1.weight", "head.2.weight"}
+    assert all(torch.equal(value, raw[name]) for name, value in tensors.items())
+    given = json.loads((folder / "config.json").read_text())
+    assert {name: config.get(name) for name in given} == given
+    assert "Arctic Inference does" in said.notes[0]
+
+
 def test_hydra_heads_are_written_as_their_authors_load_them(tmp_path):
     folder = published_folders.hydra(tmp_path / "in", layers=2)
     config, tensors, said = export_drafter(tmp_path, folder, "hydra")

@@ -28,8 +28,8 @@ from foredraft.drafters.hydra.prefix import HydraPrefixDrafter
 from foredraft.drafters.medusa.checkpoint import MedusaShape
 from foredraft.drafters.medusa.network import MedusaHeadRunner, MedusaHeads, make_output_function
 from foredraft.drafters.method import DrafterContext
-from foredraft.drafters.mlp_speculator.checkpoint import MlpSpeculatorShape
 from foredraft.drafters.mlp_speculator.network import MLPSpeculator, MLPStepRunner
+from foredraft.drafters.mlp_speculator.shape import MlpSpeculatorShape
 from foredraft.errors import ForedraftError
 from foredraft.models.forward_batch import AFTER_FINAL_NORM, ForwardBatch, Span
 from foredraft.models.hf import HFModel

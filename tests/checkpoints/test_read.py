@@ -14,7 +14,7 @@ from foredraft.drafters.eagle.checkpoint import EagleShape
 from foredraft.drafters.eagle3.shape import Eagle3Shape
 from foredraft.drafters.hydra.checkpoint import HydraPrefixShape, HydraShape
 from foredraft.drafters.medusa.checkpoint import MedusaShape
-from foredraft.drafters.mlp_speculator.checkpoint import MlpSpeculatorShape
+from foredraft.drafters.mlp_speculator.shape import MlpSpeculatorShape
 from foredraft.models.forward_batch import AFTER_FINAL_NORM
 from tests.support.checkpoints import published_folders
 from tests.support.checkpoints.published_folders import HEAD_DIM, HEADS, INNER, KV_HEADS, TARGET, VD, H, V
@@ -81,6 +81,17 @@ def test_tied_steps_are_the_same_whether_the_file_repeats_them(tmp_path):
     repeated = read(published_folders.mlp_speculator(tmp_path / "repeated", tied=True, repeated=True), TARGET)
     assert once.shape == repeated.shape
     assert once.tensors.keys() == repeated.tensors.keys()
+
+
+@pytest.mark.parametrize("repeated", [False, True])
+def test_an_lstm_speculator(tmp_path, repeated):
+    held = read(published_folders.lstm_speculator(tmp_path, repeated=repeated), TARGET)
+    assert held.shape == MlpSpeculatorShape(
+        H, 24, V, 3, is_tied=True, scales_input=True, branching=(1, 1, 1), candidates=3, is_lstm=True
+    )
+    raw = published_folders.read_tensors(tmp_path)
+    assert len(held.tensors) == 14
+    assert all(torch.equal(value, raw[name]) for name, value in held.tensors.items())
 
 
 def test_untied_steps_are_counted_by_tensors(tmp_path):
@@ -177,6 +188,7 @@ def test_eagle3_of_every_writer(tmp_path, make, whole):
         (published_folders.medusa, "medusa", "medusa"),
         (published_folders.medusa2, "medusa", "medusa"),
         (published_folders.mlp_speculator, "mlp_speculator", "mlp_speculator"),
+        (published_folders.lstm_speculator, "mlp_speculator", "arctic_lstm_speculator"),
         (published_folders.blockwise, "blockwise", "blockwise"),
         (published_folders.hydra, "hydra", "hydra"),
         (published_folders.eagle, "eagle", "eagle"),
@@ -317,7 +329,7 @@ def test_a_folder_given_as_path_or_text_and_under_home(tmp_path, monkeypatch):
         published_folders.medusa, published_folders.vllm_medusa, published_folders.medusa2,
         published_folders.mlp_speculator, published_folders.blockwise, published_folders.hydra,
         published_folders.eagle, published_folders.eagle3, published_folders.specforge, published_folders.modelopt,
-        published_folders.speculators, published_folders.chimera,
+        published_folders.speculators, published_folders.chimera, published_folders.lstm_speculator,
     ],
     ids=lambda make: make.__name__,
 )  # fmt: skip

@@ -42,6 +42,7 @@ def unread(monkeypatch: pytest.MonkeyPatch) -> None:
 MAKERS: list[Callable[[Path], Path]] = [
     published_folders.medusa, published_folders.mlp_speculator, published_folders.blockwise, published_folders.hydra,
     published_folders.eagle, published_folders.eagle3, published_folders.modelopt, published_folders.speculators,
+    published_folders.lstm_speculator,
 ]  # fmt: skip
 
 
@@ -141,6 +142,7 @@ def test_a_tensor_left_over(tmp_path, make):
         (lambda f: published_folders.medusa(f, file="medusa_lm_head.safetensors"), "1.1.weight"),
         (published_folders.vllm_medusa, "medusa_heads.lm_heads.1.weight"),
         (published_folders.mlp_speculator, "speculator.ln.1.bias"),
+        (published_folders.lstm_speculator, "output_proj.1.weight"),
         (lambda f: published_folders.hydra(f, file="model.safetensors"), "hydra_mlp.2.0.res_connection.bias"),
         (lambda f: published_folders.hydra(f, file="model.safetensors"), "hydra_lm_head.1.bias"),
         (lambda f: published_folders.hydra(f, file="model.safetensors", rank=9), "hydra_reduce.1.weight"),
@@ -436,6 +438,21 @@ def test_tied_steps_that_differ(tmp_path):
     assert "speculator.emb.2.weight differs from speculator.emb.0.weight" in refusal(folder)
     once = published_folders.mlp_speculator(tmp_path / "once", tied=True)
     assert "must set n_predict" in refusal(published_folders.edit_config(once, drop=("n_predict",)))
+
+
+@pytest.mark.parametrize(
+    ("name", "original"), [("cell_emb.0.weight", "forget_emb.0.weight"), ("head.2.weight", "head.0.weight")]
+)
+def test_repeats_of_an_lstm_speculator_that_differ(tmp_path, name, original):
+    folder = published_folders.lstm_speculator(tmp_path)
+    published_folders.edit_tensors(folder, more={name: torch.ones(V, 24)})
+    assert f"{name} differs from {original}" in refusal(folder)
+    assert "embeddings of their own" in refusal(published_folders.edit_config(folder, tie_lstm_embs=False))
+
+
+def test_an_lstm_speculator_without_the_number_of_steps(tmp_path):
+    folder = published_folders.edit_config(published_folders.lstm_speculator(tmp_path), drop=("n_predict",))
+    assert "must set n_predict" in refusal(folder)
 
 
 def test_a_truncated_vocabulary_of_medusa(tmp_path):

@@ -17,6 +17,7 @@ from tests.support.checkpoints.published_folders import IDS, TARGET
         lambda f: published_folders.vllm_medusa(f, shared=True),
         lambda f: published_folders.mlp_speculator(f),
         lambda f: published_folders.mlp_speculator(f, tied=True, scaled=True),
+        lambda f: published_folders.lstm_speculator(f),
         lambda f: published_folders.blockwise(f),
         lambda f: published_folders.hydra(f, layers=2, hidden_state_offset=1),
         lambda f: published_folders.hydra(f, own_head=False, rank=9),

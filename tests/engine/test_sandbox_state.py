@@ -193,6 +193,8 @@ SPECS: dict[str, Any] = {
     "max_nodes is a fraction": _spec(2.5),
     "max_nodes is a truth value": _spec(True),
     "needs_target_argmax is a word": _spec(needs_target_argmax="no"),
+    "num_target_candidates is negative": _spec(num_target_candidates=-1),
+    "num_target_candidates is a truth value": _spec(num_target_candidates=True),
     "decides_length is a number": _spec(decides_length=1),
     "shares_target_kv is none": _spec(shares_target_kv=None),
     "reads_commits is a number": _spec(reads_commits=0),

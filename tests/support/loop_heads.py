@@ -22,6 +22,7 @@ HEADS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "eagle": ("eagle", {}),
     "eagle3": ("eagle3", {"taps": (1,), "draft_vocab_size": 40}),
     "mlp_speculator": ("mlp_speculator", {"n_predict": 6, "inner": 24}),
+    "lstm speculator": ("mlp_speculator", {"n_predict": 6, "inner": 24, "cell": "lstm"}),
     "hydra": ("hydra", {"heads": 6}),
     "hydra++": ("hydra", {"heads": 6, "prefix": True}),
     "blockwise": ("blockwise", {"heads": 6, "inner": 16}),

@@ -103,6 +103,7 @@ MADE: dict[str, Make] = {
     "ngram": make_factory("ngram", prompt_lookup_min=1),
     "ngram_lm": make_factory("ngram_lm", min_confidence=0.01),
     "suffix": make_factory("suffix", min_confidence=0.01),
+    "token_recycling": make_factory("token_recycling", nodes=6),  # 80 nodes do not fit a small cache
 }
 # A draft that often disagrees: the other one agrees with the smallest targets too often for a count to see any fault.
 OTHER_PAIR = make_pair_factory(noise=1.0)

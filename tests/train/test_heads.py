@@ -136,6 +136,7 @@ STARTS = [
     ("medusa", {"heads": "2"}, {"heads": "3"}),
     ("hydra", {"heads": "2", "rank": "8"}, {"rank": "None"}),
     ("mlp_speculator", {"inner": "8"}, {"n_predict": "2"}),
+    ("mlp_speculator", {"inner": "8", "cell": "lstm"}, {"cell": "layer"}),
     ("blockwise", {"heads": "2", "inner": "8"}, {"inner": "4"}),
     ("chimera", {"heads": "2", "intermediate": "16"}, {"taps": "1"}),
     ("draft_model", {"layers": "1"}, {"layers": "2"}),

@@ -28,6 +28,8 @@ class DrafterSpec:
             (lm_head). The states of several boundaries are concatenated along the last dimension. Default () = none.
         needs_target_argmax: True requests `Commit.target_argmax`: the target's likeliest token after every scored node
             of the verified tree, rejected nodes included. Default False.
+        num_target_candidates: k > 0 requests `Commit.target_candidates`: the target's k likeliest tokens after every
+            scored node of the verified tree, rejected nodes included. Default 0 = none.
         draft_kv: KV cache of the drafter: tensors of its own, addressed by the target's page ids. Default None.
         decides_length: True if the drafter itself weighs the gain of a draft against its cost. `LLM` then uses
             `LossBudgetPolicy` (`loss_budget.py`) for adaptive lengths. Default False.
@@ -52,6 +54,7 @@ class DrafterSpec:
     max_nodes: int
     hidden_layers: tuple[int, ...] = ()
     needs_target_argmax: bool = False
+    num_target_candidates: int = 0
     draft_kv: DraftKV | None = None
     decides_length: bool = False
     shares_target_kv: bool = False

@@ -45,6 +45,8 @@ def validate_spec(spec: DrafterSpec, num_layers: int | None) -> None:
         raise TypeError(f"spec must be a DrafterSpec, got {type(spec).__name__}; write `{SPEC_EXAMPLE}`")
     if type(spec.max_nodes) is not int or spec.max_nodes < 0:
         raise TypeError(f"max_nodes must be an integer, 0 or more, got {spec.max_nodes!r}")
+    if type(spec.num_target_candidates) is not int or spec.num_target_candidates < 0:
+        raise TypeError(f"num_target_candidates must be an integer, 0 or more, got {spec.num_target_candidates!r}")
     _check_hidden_layers(spec.hidden_layers, num_layers)
     if spec.draft_kv is not None and not isinstance(spec.draft_kv, DraftKV):
         raise TypeError(f"draft_kv must be a DraftKV or None, got {type(spec.draft_kv).__name__}")

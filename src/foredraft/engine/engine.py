@@ -217,7 +217,7 @@ class Engine:
     def _observe(self, batch: Batch, tree: TokenTree, commit: Commit, output: TargetOutput) -> None:
         """Show the commit to the drafter, with the outputs of the target that it reads."""
         self.clock.start_part()
-        self.drafter.observe(batch, output.attach_to(commit, tree, self.drafter.spec.needs_target_argmax))
+        self.drafter.observe(batch, output.attach_to(commit, tree, self.drafter.spec))
         self.clock.end_observe()
 
     def _emit_deltas(self, batch: Batch, tree: TokenTree, commit: Commit) -> tuple[Request, ...]:

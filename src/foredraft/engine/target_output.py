@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from foredraft.drafters.spec import DrafterSpec
 from foredraft.engine.logprobs import compute_token_logprob
 from foredraft.engine.transcript import Transcript
 from foredraft.outputs import TokenLogprob
@@ -16,7 +17,7 @@ from foredraft.path_features import PathFeatures
 from foredraft.request import Batch
 from foredraft.sampling.distribution import TokenHistory, process_logits
 from foredraft.sampling.filters import argmax_tokens
-from foredraft.tree import Commit, TargetArgmax, TokenTree
+from foredraft.tree import Commit, TargetArgmax, TargetCandidates, TokenTree
 from foredraft.verification.probs import LazyTargetProbs
 
 
@@ -47,23 +48,37 @@ class TargetOutput:
         for row, token in rows[num_existing:]:
             transcript.prompt_logprobs.append(compute_token_logprob(row, None, token, num_top))
 
-    def attach_to(self, commit: Commit, tree: TokenTree, needs_target_argmax: bool) -> Commit:
+    def attach_to(self, commit: Commit, tree: TokenTree, spec: DrafterSpec) -> Commit:
         """Return the commit with what the drafter reads of the target.
 
         Args:
             commit: commit of the step.
             tree: verified tree.
-            needs_target_argmax: attach the argmax of the model's own logits; sampling parameters do not count.
+            spec: needs of the drafter. Tokens are those of the model's own logits; sampling parameters do not count.
         """
-        if self.features is None and not needs_target_argmax:
+        needs_tokens = spec.needs_target_argmax or spec.num_target_candidates > 0
+        if self.features is None and not needs_tokens:
             return commit
         features = self.features
         noted = None if features is None else PathFeatures.from_pass(features, tree.sizes, commit.paths)
-        argmax = None
-        if needs_target_argmax:
+        argmax, candidates = None, None
+        if needs_tokens:
             raw_logits = process_logits(self.logits, ())  # [R, V] float32; without parameters only the dtype changes
-            argmax = TargetArgmax(tree, argmax_tokens(raw_logits))
-        return commit.with_target_outputs(noted, argmax)
+            likeliest = argmax_tokens(raw_logits)
+            argmax = TargetArgmax(tree, likeliest) if spec.needs_target_argmax else None
+            candidates = _find_candidates(tree, raw_logits, likeliest, spec.num_target_candidates)
+        return commit.with_target_outputs(noted, argmax, candidates)
+
+
+def _find_candidates(
+    tree: TokenTree, logits: Tensor, likeliest: Sequence[int], num_candidates: int
+) -> TargetCandidates | None:
+    """Find the likeliest tokens of each row with finite logits; None if no drafter reads them."""
+    if not num_candidates:
+        return None
+    found = logits.topk(min(num_candidates, logits.shape[-1])).indices.tolist()
+    rows = [tuple(row) if token >= 0 else () for row, token in zip(found, likeliest, strict=True)]
+    return TargetCandidates(tree, tuple(rows))
 
 
 def collect_output(

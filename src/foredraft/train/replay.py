@@ -120,13 +120,13 @@ class Replay:
             recording: Sequences to replay.
 
         Raises:
-            ForedraftError: if the drafter needs the target's argmax after rejected drafts, which is not recorded.
+            ForedraftError: if the drafter needs the target's tokens after rejected drafts, which is not recorded.
         """
         engine = llm.engine.scheduler
         self.drafter = SandboxedDrafter(llm.drafter, llm.target.vocab_size)
         spec = self.drafter.spec
-        if spec.needs_target_argmax:
-            raise ForedraftError(f"{llm.drafter_name} needs the target's argmax after rejected drafts; run it instead")
+        if spec.needs_target_argmax or spec.num_target_candidates:
+            raise ForedraftError(f"{llm.drafter_name} needs the target's tokens after rejected drafts; run it instead")
         self.target = llm.target if spec.shares_target_kv else None
         allocator = PageAllocator(engine.allocator.num_pages, engine.allocator.page_size)
         self.scheduler = Scheduler(allocator, engine.limits)

@@ -67,7 +67,7 @@ def _check_needs(spec: DrafterSpec, name: str) -> None:
         "hidden states of the target": spec.hidden_layers,
         "a KV cache": spec.draft_kv,
         "the target's KV cache": spec.shares_target_kv,
-        "the target's tokens after rejected drafts": spec.needs_target_argmax,
+        "the target's tokens after rejected drafts": spec.needs_target_argmax or spec.num_target_candidates,
     }
     for need, value in needs.items():
         if value:

@@ -20,8 +20,8 @@ from foredraft.drafters.common.tree_builder import TreeBuilder
 from foredraft.drafters.draft import Draft
 from foredraft.drafters.losses import compute_draft_loss
 from foredraft.drafters.mlp_speculator import method as mlp_speculator
-from foredraft.drafters.mlp_speculator.checkpoint import MlpSpeculatorShape
 from foredraft.drafters.mlp_speculator.network import MLPSpeculator, MLPStepRunner
+from foredraft.drafters.mlp_speculator.shape import MlpSpeculatorShape
 from foredraft.errors import ForedraftError
 from foredraft.kernels.cpu.library import load_library
 from foredraft.kernels.linear import DTYPE_KINDS

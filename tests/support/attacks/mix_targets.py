@@ -101,6 +101,7 @@ SEQ2SEQ: dict[str, tuple[str, dict[str, Any]]] = {
     "suffix": ("suffix", {"min_confidence": 0.01}),
     "suffix, store": ("suffix", {"min_confidence": 0.01, "store_tokens": 1024}),
     "lookahead": ("lookahead", {}),
+    "token_recycling": ("token_recycling", {}),
 }
 
 

@@ -173,6 +173,30 @@ def mlp_speculator(
     return save(folder, said | config, made)
 
 
+def lstm_speculator(
+    folder: Path, *, n: int = 3, inner: int = 24, repeated: bool = True, scaled: bool = True, **config: Any
+) -> Path:
+    """Arctic's upload, whose gates share an embedding and whose steps share the output matrix; both are repeated."""
+    g = torch.Generator().manual_seed(6)
+    made: dict[str, Tensor] = {"forget_emb.0.weight": random_matrix(g, V, inner)}
+    for gate in ("forget", "input", "cell", "output"):
+        made[f"{gate}_proj.0.weight"] = random_matrix(g, inner, H)
+        made[f"{gate}_proj.1.weight"] = random_matrix(g, inner, inner)
+    for norm in ("cell_ln", "state_ln"):
+        made |= {f"{norm}.0.weight": random_near_one(g, inner), f"{norm}.0.bias": random_matrix(g, inner)}
+    made["head.0.weight"] = random_matrix(g, V, inner)
+    if repeated:
+        made |= {f"{gate}_emb.0.weight": made["forget_emb.0.weight"].clone() for gate in ("input", "cell", "output")}
+        made |= {f"head.{i}.weight": made["head.0.weight"].clone() for i in range(1, n)}
+    said = {
+        "architectures": ["ArcticLSTMSpeculatorPreTrainedModel"], "model_type": "mlp_speculator", "vocab_size": V,
+        "input_hidden_dim": H, "inner_dim": str(inner), "proj_dim": str(inner), "emb_dim": str(inner), "n_predict": n,
+        "n_candidates": n, "top_k_tokens_per_head": [1] * n, "tie_weights": True, "tie_lstm_embs": True,
+        "scale_input": scaled, "method": "sum_lstm",
+    }  # fmt: skip
+    return save(folder, said | config, made)
+
+
 def blockwise(folder: Path, *, heads: int = 3, inner: int = 20, **config: Any) -> Path:
     g = torch.Generator().manual_seed(11)
     tensors = {

@@ -64,6 +64,7 @@ class SpecUnion:
             self._max_nodes,
             merge_layers([spec.hidden_layers for spec in specs]),
             needs_target_argmax=any(spec.needs_target_argmax for spec in specs),
+            num_target_candidates=max((spec.num_target_candidates for spec in specs), default=0),
             draft_kv=combine_draft_kv([spec.draft_kv for spec in specs if spec.draft_kv is not None]),
             decides_length=self.mode != "merge",  # the ensemble itself compares the gain of every draft with its cost
             shares_target_kv=any(spec.shares_target_kv for spec in specs),

@@ -3,7 +3,6 @@
 import logging
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,53 +12,54 @@ from foredraft.checkpoints.layouts import CheckpointLayout, check_tensors
 from foredraft.checkpoints.schema import Checkpoint, TargetInfo
 from foredraft.checkpoints.tensor_claims import TensorClaims
 from foredraft.checkpoints.tensors import TensorFiles
+from foredraft.drafters.mlp_speculator.shape import MlpSpeculatorShape
 
 NAME = "mlp_speculator"
 TENSOR_NAME = re.compile(r"^(?:speculator\.)?((emb|proj|ln|head)\.(\d+)\.(?:weight|bias))$")
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class MlpSpeculatorShape:
-    """Shape of an MLP speculator.
-
-    Tensors: `emb.{i}.weight` [V, inner], `proj.{i}.weight` [inner, H or inner], `ln.{i}.weight` and `.bias` [inner],
-    `head.{i}.weight` [V, inner]. With tied weights only step 0 is stored, and step 1 of proj.
-    """
-
-    hidden: int
-    inner: int
-    vocab_size: int
-    n_predict: int
-    is_tied: bool = False
-    scales_input: bool = False
-    branching: tuple[int, ...] | None = None  # top_k_tokens_per_head
-    candidates: int | None = None  # n_candidates: paths of the tree that are verified; None = all
-
-
 def read(files: TensorFiles, config: dict[str, Any], target: TargetInfo) -> Checkpoint:
     """Read an MLP speculator. Tensors of tied steps are read once, whether the file repeats them or not."""
+    claims = claim_tensors(files, TENSOR_NAME)
+    shape = _infer_shape(claims, config, target)
+    originals = {name: _find_original(name) for name in _list_repeats(claims, shape)}
+    tensors = read_once(claims, list_tensor_shapes(shape), originals)
+    return Checkpoint(NAME, "MLPSpeculator", files.folder, shape, tensors, config)
+
+
+def claim_tensors(files: TensorFiles, pattern: re.Pattern[str]) -> TensorClaims:
+    """Claim all tensors of a folder. The first group of `pattern` is the internal name; other names stay as stored."""
     stored: dict[str, str] = {}
     for name in files.stored_tensors:
-        match = TENSOR_NAME.match(name)
+        match = pattern.match(name)
         internal = match[1] if match else name
         if internal in stored:
             raise files.refuse(f"{stored[internal]} and {name} are the same tensor in two naming schemes; keep one")
         stored[internal] = name
-    claims = TensorClaims(files, stored)
-    shape = _infer_shape(claims, config, target)
-    unique = list_tensor_shapes(shape)
-    repeats = _list_repeats(claims, shape)
-    claims.check(unique | {name: unique[_find_original(name)] for name in repeats})
+    return TensorClaims(files, stored)
+
+
+def read_once(
+    claims: TensorClaims, shapes: Mapping[str, tuple[int, ...]], originals: Mapping[str, str]
+) -> dict[str, Tensor]:
+    """Read the tensors of `shapes`, and check that stored repeats equal them.
+
+    Args:
+        claims: tensors of the folder.
+        shapes: expected tensors by internal name, without repeats.
+        originals: name of the repeated tensor, by the internal name of each stored repeat.
+    """
+    claims.check({**shapes, **{name: shapes[original] for name, original in originals.items()}})
     tensors = claims.read()
-    for name in repeats:
-        if not torch.equal(tensors[name], tensors[_find_original(name)]):
-            raise files.refuse(
-                f"{stored[name]} differs from {stored[_find_original(name)]}, and config.json sets tie_weights; "
-                "one is wrong"
+    for name, original in originals.items():
+        if not torch.equal(tensors[name], tensors[original]):
+            raise claims.refuse(
+                f"{claims.stored_names[name]} differs from {claims.stored_names[original]}, and config.json sets "
+                "tie_weights; one is wrong"
             )
         del tensors[name]
-    return Checkpoint(NAME, "MLPSpeculator", files.folder, shape, tensors, config)
+    return tensors
 
 
 def _infer_shape(claims: TensorClaims, config: dict[str, Any], target: TargetInfo) -> MlpSpeculatorShape:
@@ -89,12 +89,13 @@ def _infer_shape(claims: TensorClaims, config: dict[str, Any], target: TargetInf
         n_predict=n_predict,
         is_tied=is_tied,
         scales_input=bool(config.get("scale_input", False)),
-        branching=_read_branching(claims, config, n_predict),
-        candidates=_read_candidates(claims, config),
+        branching=read_branching(claims, config, n_predict),
+        candidates=read_candidates(claims, config),
     )
 
 
-def _read_branching(claims: TensorClaims, config: dict[str, Any], n_predict: int) -> tuple[int, ...] | None:
+def read_branching(claims: TensorClaims, config: dict[str, Any], n_predict: int) -> tuple[int, ...] | None:
+    """Read the published tree: children per node by depth."""
     branching = config.get("top_k_tokens_per_head")
     if branching is None:
         return None
@@ -106,7 +107,8 @@ def _read_branching(claims: TensorClaims, config: dict[str, Any], n_predict: int
     return tuple(branching)
 
 
-def _read_candidates(claims: TensorClaims, config: dict[str, Any]) -> int | None:
+def read_candidates(claims: TensorClaims, config: dict[str, Any]) -> int | None:
+    """Read the number of whole paths of the published tree that are verified."""
     candidates = config.get("n_candidates")
     if candidates is not None and (not isinstance(candidates, int) or isinstance(candidates, bool) or candidates < 1):
         raise claims.refuse(f"n_candidates in config.json has to be a positive number of paths, not {candidates!r}")
@@ -155,8 +157,15 @@ def make_layout(shape: MlpSpeculatorShape, tensors: Mapping[str, Tensor]) -> Che
         "tie_weights": shape.is_tied,
         "scale_input": shape.scales_input,
     }
+    tree = describe_tree(shape)
+    return CheckpointLayout(NAME, check_tensors(tensors, list_tensor_shapes(shape), "speculator."), config | tree)
+
+
+def describe_tree(shape: MlpSpeculatorShape) -> dict[str, Any]:
+    """Return the entries of config.json for the published tree."""
+    tree: dict[str, Any] = {}
     if shape.branching is not None:
-        config["top_k_tokens_per_head"] = list(shape.branching)
+        tree["top_k_tokens_per_head"] = list(shape.branching)
     if shape.candidates is not None:
-        config["n_candidates"] = shape.candidates
-    return CheckpointLayout(NAME, check_tensors(tensors, list_tensor_shapes(shape), "speculator."), config)
+        tree["n_candidates"] = shape.candidates
+    return tree

@@ -1,4 +1,4 @@
-"""MLP speculator (2404.19124): a small recurrent network with one layer per step and a state vector per node.
+"""MLP speculator (2404.19124): a small recurrent network; each step is a layer or an LSTM cell, each node has a state.
 
 The first state is h_{n-2}, the target's state before the last committed token x_{n-1}. Each step adds the embedding of
 the last token and predicts the next. A tree costs one row per expanded node.
@@ -13,9 +13,10 @@ from foredraft.drafters.common.last_hidden_state import LinearFactory
 from foredraft.drafters.common.step_drafter import StepDrafter
 from foredraft.drafters.common.tree_builder import TreeSpec
 from foredraft.drafters.method import BuiltIn, DrafterContext, HeadRecipe, Method, Training
-from foredraft.drafters.mlp_speculator import checkpoint, export
-from foredraft.drafters.mlp_speculator.checkpoint import MlpSpeculatorShape
+from foredraft.drafters.mlp_speculator import checkpoint, export, layout, lstm_checkpoint
+from foredraft.drafters.mlp_speculator.lstm_network import LSTMStepRunner
 from foredraft.drafters.mlp_speculator.network import MLPStepRunner
+from foredraft.drafters.mlp_speculator.shape import MlpSpeculatorShape
 from foredraft.drafters.mlp_speculator.training import TrainConfig, create_trainee
 from foredraft.drafters.mlp_speculator.variants import VARIANTS
 from foredraft.errors import ForedraftError
@@ -63,6 +64,8 @@ def from_checkpoint(config: Config, checkpoint: Checkpoint, context: DrafterCont
     shape = checkpoint.require_shape(MlpSpeculatorShape, "MLP speculator")
     spec = config.to_tree_spec(context.num_speculative_tokens, shape)
     linears = LinearFactory(context, config.quantization)
+    if shape.is_lstm:
+        return StepDrafter(LSTMStepRunner(shape, checkpoint.tensors, linears, context.vocab_size), spec, context)
     runner = MLPStepRunner(shape, checkpoint.tensors, spec.max_depth, linears, context.vocab_size)
     return StepDrafter(runner, spec, context)
 
@@ -75,9 +78,15 @@ METHOD = Method(
         title="an MLP speculator",
         shape=MlpSpeculatorShape,
         layouts=(
+            StoredLayout(
+                "arctic_lstm_speculator",
+                LayoutOrder.UNIQUE_NAMES,
+                has_tensor(lstm_checkpoint.OWN_TENSOR_NAME),
+                lstm_checkpoint.read,
+            ),
             StoredLayout("mlp_speculator", LayoutOrder.OWN_NAMES, has_tensor(checkpoint.TENSOR_NAME), checkpoint.read),
         ),
-        make_layout=checkpoint.make_layout,
+        make_layout=layout.make_layout,
         exports=(ExportFormat("mlp_speculator", export.export_mlp_speculator),),
         refused_exports={
             "vllm": "vLLM has its MLP speculator switched off",

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from foredraft.drafters.common.last_hidden_state import LinearFactory, LinearFunction
-from foredraft.drafters.mlp_speculator.checkpoint import MlpSpeculatorShape
+from foredraft.drafters.mlp_speculator.shape import MlpSpeculatorShape
 
 T = TypeVar("T")
 EPS = 1e-6  # of the RMS norms

@@ -12,14 +12,17 @@ from foredraft.checkpoints.layouts import CheckpointLayout
 from foredraft.checkpoints.schema import Checkpoint
 from foredraft.drafters.common.step_losses import compute_step_losses
 from foredraft.drafters.losses import Losses, Trace, check_decay, check_loss
-from foredraft.drafters.mlp_speculator.checkpoint import MlpSpeculatorShape, make_layout
+from foredraft.drafters.mlp_speculator.layout import make_layout
+from foredraft.drafters.mlp_speculator.lstm_network import LSTMSpeculator
 from foredraft.drafters.mlp_speculator.network import MLPSpeculator
+from foredraft.drafters.mlp_speculator.shape import MlpSpeculatorShape
 from foredraft.drafters.trainee import NOT_TRAINABLE, TraineeSpec
 from foredraft.errors import ForedraftError
 from foredraft.models.forward_batch import AFTER_FINAL_NORM
 from foredraft.models.hf import HFModel
 
 PUBLISHED_BRANCHING = (4, 3, 2)  # top_k_tokens_per_head of the smallest published speculator
+CELLS = ("layer", "lstm")
 LATER_BRANCHING = 2  # top_k_tokens_per_head of further steps
 PUBLISHED_CANDIDATES = 5  # n_candidates of the smallest published speculator
 
@@ -34,6 +37,8 @@ class TrainConfig:
         inner: width of the state; None = the target's hidden size.
         tied: whether all steps share embedding, norm and output matrix, and all but the first the state's matrix.
         scale_input: whether the target's state is normalised first.
+        cell: what the state passes through: "layer" = one layer, as in the paper; "lstm" = an LSTM cell, as in
+            Arctic's speculators, whose steps are tied.
         decay: weight of step i is decay^i, in (0, 1].
     """
 
@@ -43,9 +48,10 @@ class TrainConfig:
     tied: bool = True
     scale_input: bool = True
     decay: float = 1.0
+    cell: str = "layer"
 
     @staticmethod
-    def read_shape(network: MLPSpeculator) -> dict[str, object]:
+    def read_shape(network: MLPSpeculator | LSTMSpeculator) -> dict[str, object]:
         """Return the settings that a checkpoint to start from determines, with their values."""
         shape = network.shape
         return {
@@ -53,6 +59,7 @@ class TrainConfig:
             "inner": shape.inner,
             "tied": shape.is_tied,
             "scale_input": shape.scales_input,
+            "cell": CELLS[shape.is_lstm],
         }
 
 
@@ -60,7 +67,7 @@ class TrainConfig:
 class MLPSpeculatorTrainee:
     """Speculator in training. Step i from state t reads token t + 1 + i and predicts token t + 2 + i."""
 
-    network: MLPSpeculator
+    network: MLPSpeculator | LSTMSpeculator
     config: TrainConfig
     spec = TraineeSpec(hidden_layers=(AFTER_FINAL_NORM,))
 
@@ -71,7 +78,7 @@ class MLPSpeculatorTrainee:
         )
 
     def to_checkpoint(self) -> CheckpointLayout:
-        """Return IBM's layout, with a tree for engines that draft trees."""
+        """Return the published layout, with a tree for engines that draft trees."""
         shape = self.network.shape
         branching = shape.branching or (*PUBLISHED_BRANCHING, *[LATER_BRANCHING] * shape.n_predict)[: shape.n_predict]
         shape = replace(shape, branching=branching, candidates=shape.candidates or PUBLISHED_CANDIDATES)
@@ -83,19 +90,28 @@ def create_trainee(config: TrainConfig, target: HFModel, start: Checkpoint | Non
     check_loss(config.loss)
     check_decay(config.decay)
     if start is None:
-        network = MLPSpeculator(_build_shape(config, target))
+        network = _make_network(_build_shape(config, target))
         if network.shape.inner == target.hidden_size:
             _init_from_target(network, target)
     else:
-        network = MLPSpeculator(start.require_shape(MlpSpeculatorShape, "MLP speculator", NOT_TRAINABLE))
+        network = _make_network(start.require_shape(MlpSpeculatorShape, "MLP speculator", NOT_TRAINABLE))
         network.load_state_dict(start.tensors)
     return MLPSpeculatorTrainee(network.float().to(target.device), config)
+
+
+def _make_network(shape: MlpSpeculatorShape) -> MLPSpeculator | LSTMSpeculator:
+    return LSTMSpeculator(shape) if shape.is_lstm else MLPSpeculator(shape)
 
 
 def _build_shape(config: TrainConfig, target: HFModel) -> MlpSpeculatorShape:
     inner = target.hidden_size if config.inner is None else config.inner
     if config.n_predict < 1 or inner < 1:
         raise ForedraftError(f"n_predict and inner must be positive, got {config.n_predict} and {inner}")
+    if config.cell not in CELLS:
+        raise ForedraftError(f"unknown cell {config.cell!r}; use one of: {', '.join(CELLS)}")
+    is_lstm = config.cell == "lstm"
+    if is_lstm and not config.tied:
+        raise ForedraftError("the steps of an LSTM cell share their weights; leave tied=false out")
     return MlpSpeculatorShape(
         hidden=target.hidden_size,
         inner=inner,
@@ -103,16 +119,17 @@ def _build_shape(config: TrainConfig, target: HFModel) -> MlpSpeculatorShape:
         n_predict=config.n_predict,
         is_tied=config.tied,
         scales_input=config.scale_input,
+        is_lstm=is_lstm,
     )
 
 
 @torch.no_grad()
-def _init_from_target(network: MLPSpeculator, target: HFModel) -> None:
+def _init_from_target(network: MLPSpeculator | LSTMSpeculator, target: HFModel) -> None:
     """Initialise with the target's embedding and output matrix, at the scale of a random initialisation."""
     std = network.shape.inner**-0.5
     embedding, head = target.embedding.float(), target.head_weight.float()
     for name, parameter in network.named_parameters():
-        if name.startswith("emb"):
+        if name.startswith(("emb", "forget_emb")):
             parameter.copy_(embedding / embedding.std() * std)
         elif name.startswith("head"):
             parameter.copy_(head / head.std() * std)
