@@ -17,6 +17,7 @@ from foredraft.errors import ForedraftError
 from foredraft.kernels.cpu import build
 
 KERNELS_VARIABLE = "FOREDRAFT_KERNELS"  # name of an instruction set, or "torch" for no native kernels
+ROW_CLASSES = 3  # of tunings: products of 1 row, of 2 to 4, of more
 INSTRUCTION_SETS = (*build.list_machine_sets(), "portable")  # of this architecture, the best first
 TILE_SET = "amx"
 
@@ -198,6 +199,12 @@ class ChainRecord(ctypes.Structure):
     )
 
 
+class TuningRecord(ctypes.Structure):
+    """Choices that change the time of products alone (fd_tuning)."""
+
+    _fields_ = (("prefetch", c_int32), ("vectors", c_int32), ("chunk_bytes", c_int32))
+
+
 RECORDS = (
     WeightRecord,
     RowsRecord,
@@ -211,6 +218,7 @@ RECORDS = (
     SettingsRecord,
     SamplingRecord,
     ChainRecord,
+    TuningRecord,
 )
 
 
@@ -373,6 +381,8 @@ def _declare_functions(handle: ctypes.CDLL) -> None:
     handle.fd_subtract_masses.restype = None
     handle.fd_sample_mass.argtypes = [c_void_p, c_int64, c_double, c_void_p]
     handle.fd_sample_mass.restype = c_int64
+    handle.fd_tune.argtypes = [TuningRecord * ROW_CLASSES]
+    handle.fd_tune.restype = None
     handle.fd_read_memory.argtypes = [c_void_p, c_int64]
     handle.fd_read_memory.restype = c_uint32
 
