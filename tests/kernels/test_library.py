@@ -13,7 +13,7 @@ import transformers as hf
 from foredraft import LLM, ForedraftError, Sampling
 from foredraft.kernels.arena import Arena
 from foredraft.kernels.attention import attend
-from foredraft.kernels.cpu import build
+from foredraft.kernels.cpu import build, openmp
 from foredraft.kernels.cpu import library as module
 from foredraft.kernels.cpu.library import INSTRUCTION_SETS, KERNELS_VARIABLE, RECORDS, NativeLibrary, load_library
 from foredraft.kernels.linear import PackedWeight, linear, linear_reference
@@ -262,7 +262,7 @@ def test_an_openmp_that_is_not_there_leaves_the_pool_of_our_own(
 ) -> None:
     """clang's runtime has another name, and a torch without OpenMP has none."""
     monkeypatch.setattr(build, "LIBRARY", elsewhere)
-    monkeypatch.setattr(module, "_find_openmp", lambda: None)
+    monkeypatch.setattr(openmp, "_find_openmp", lambda: None)
     native = load_library()
     assert native is not None
     native.handle.fd_use_openmp(None, None)  # the process may have loaded this file before

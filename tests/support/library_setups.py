@@ -24,8 +24,8 @@ from foredraft.kernels.cpu.library import (
     NativeLibrary,
     _open_library,
     load_library,
-    share_threads,
 )
+from foredraft.kernels.cpu.openmp import share_threads
 
 T = TypeVar("T")
 ROUNDING = 2.0**-24  # of a float32, relative

@@ -21,6 +21,7 @@ from foredraft.kernels.attention import attend
 from foredraft.kernels.cpu.library import NativeLibrary, load_library
 from foredraft.kernels.linear import PackedWeight, linear
 from foredraft.kernels.quantize import select_packers
+from foredraft.kernels.tuning import Tuning, tune_products
 from foredraft.models.forward_batch import ForwardBatch, Span
 
 COLD_BYTES = 256 << 20  # bytes of weights that are multiplied in turn, more than a cache holds
@@ -89,6 +90,8 @@ def run(plan: KernelBenchPlan, on_progress: Callable[[str], None] = lambda title
     native = load_library()
     if native is None:
         raise ForedraftError("there are no native kernels to measure; run: python -m foredraft.kernels.cpu.build")
+    on_progress("tuning")
+    tune_products(native)
     on_progress("reading memory")
     bandwidth = measure_bandwidth(native, plan.rounds)
     linear_timings = []
@@ -101,6 +104,14 @@ def run(plan: KernelBenchPlan, on_progress: Callable[[str], None] = lambda title
         on_progress(f"attention to {context} tokens")
         attention_timings += [_measure_attention(plan, context, rows) for rows in plan.rows]
     return _build_report(native, plan, bandwidth, linear_timings, attention_timings)
+
+
+def _describe_tunings(tunings: tuple[Tuning, ...]) -> str:
+    parts = (
+        f"{name}: prefetch {tuning.prefetch} bytes, {tuning.vectors} vectors, chunks of {tuning.chunk_bytes >> 10} KiB"
+        for name, tuning in zip(("1 row", "2 to 4", "more"), tunings, strict=True)
+    )
+    return f"tuning by rows: {'; '.join(parts)}"
 
 
 def measure_bandwidth(native: NativeLibrary, rounds: int) -> MemoryBandwidth:
@@ -197,6 +208,7 @@ def _build_report(
         format_machine_note(facts) + f"; kernels for {native.instruction_set}",
         f"memory read at {bandwidth.one_thread:.1f} GB/s by one thread, {bandwidth.all_threads:.1f} by all; the share "
         "is of the bandwidth measured between the products",
+        _describe_tunings(tune_products(native)),
         f"{COLD_BYTES >> 20} MB of weights take turns, so that no cache holds them; medians of {plan.rounds} rounds",
         f"attention of {plan.heads[0]} heads on {plan.heads[1]}, {plan.heads[2]} wide, in bfloat16; torch gets "
         "contiguous keys, the kernel reads pages",

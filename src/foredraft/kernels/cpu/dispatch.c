@@ -24,6 +24,11 @@ static const fd_kernels *const available_sets[] = {FD_SETS};
 static int is_disabled[sizeof available_sets / sizeof *available_sets];
 static const fd_kernels *selected = &fd_portable;
 
+fd_tuning fd_tuned[FD_ROW_CLASSES] = {{0, 8, 256 << 10}, {0, 8, 256 << 10}, {6144, 8, 256 << 10}};
+
+/* Sets the tunings of all classes. Must not be called while a product runs. */
+void fd_tune(const fd_tuning *tunings) { memcpy(fd_tuned, tunings, sizeof fd_tuned); }
+
 /* The system saves 8 KiB of tiles at every thread switch, so a process must request them. The permission holds for all
  * threads of the process, running ones included. */
 static int can_use_tiles(void) {
@@ -132,6 +137,7 @@ int64_t fd_sizeof(int record) { /* numbered as RECORDS in library.py */
     const int64_t sizes[] = {sizeof(fd_weight),    sizeof(fd_rows),        sizeof(fd_layer),
                              sizeof(fd_model),     sizeof(fd_pass),        sizeof(fd_attention),
                              sizeof(fd_linear_args), sizeof(fd_encdec_layer), sizeof(fd_encdec),
-                             sizeof(fd_settings),  sizeof(fd_sampling),    sizeof(fd_chain)};
+                             sizeof(fd_settings),  sizeof(fd_sampling),    sizeof(fd_chain),
+                             sizeof(fd_tuning)};
     return record < (int)(sizeof sizes / sizeof *sizes) ? sizes[record] : 0;
 }

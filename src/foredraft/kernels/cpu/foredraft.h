@@ -143,6 +143,15 @@ typedef struct {
     int32_t num_drafts, max_depth, columns, vocab, max_keys, page_size;
 } fd_chain;
 
+/* Choices of bfloat16 and float32 products that change the time and no bit. kernels/tuning.py finds the best ones. */
+typedef struct {
+    int32_t prefetch;    /* bytes ahead in a panel that are prefetched; 0 = the hardware prefetcher alone */
+    int32_t vectors;     /* most vectors of outputs that are summed side by side: 8, 4 or 2 */
+    int32_t chunk_bytes; /* weights that a thread takes at a time, at least four panels */
+} fd_tuning;
+enum { FD_ROW_CLASSES = 3 };               /* products of 1 row, of 2 to 4, of more */
+extern fd_tuning fd_tuned[FD_ROW_CLASSES]; /* of this process */
+
 /* Arguments of one product y = x W^T. */
 typedef struct {
     const fd_weight *weight;

@@ -15,8 +15,10 @@ import torch
 
 from foredraft.errors import ForedraftError
 from foredraft.kernels.cpu import build
+from foredraft.kernels.cpu.openmp import share_threads
 
 KERNELS_VARIABLE = "FOREDRAFT_KERNELS"  # name of an instruction set, or "torch" for no native kernels
+ROW_CLASSES = 3  # of tunings: products of 1 row, of 2 to 4, of more
 INSTRUCTION_SETS = (*build.list_machine_sets(), "portable")  # of this architecture, the best first
 TILE_SET = "amx"
 
@@ -198,6 +200,12 @@ class ChainRecord(ctypes.Structure):
     )
 
 
+class TuningRecord(ctypes.Structure):
+    """Choices that change the time of products alone (fd_tuning)."""
+
+    _fields_ = (("prefetch", c_int32), ("vectors", c_int32), ("chunk_bytes", c_int32))
+
+
 RECORDS = (
     WeightRecord,
     RowsRecord,
@@ -211,6 +219,7 @@ RECORDS = (
     SettingsRecord,
     SamplingRecord,
     ChainRecord,
+    TuningRecord,
 )
 
 
@@ -323,13 +332,6 @@ def _matches_sources(handle: ctypes.CDLL) -> bool:
     return all(handle.fd_sizeof(i) == ctypes.sizeof(record) for i, record in enumerate(RECORDS))
 
 
-def share_threads(handle: ctypes.CDLL) -> None:
-    """Use torch's OpenMP threads for the team, if its runtime is found."""
-    runtime = _find_openmp()
-    if runtime is not None:
-        handle.fd_use_openmp(_get_address(runtime.GOMP_parallel), _get_address(runtime.omp_get_num_threads))
-
-
 def _declare_functions(handle: ctypes.CDLL) -> None:
     handle.fd_selected.restype = c_char_p
     handle.fd_select.argtypes = [c_char_p]
@@ -373,23 +375,7 @@ def _declare_functions(handle: ctypes.CDLL) -> None:
     handle.fd_subtract_masses.restype = None
     handle.fd_sample_mass.argtypes = [c_void_p, c_int64, c_double, c_void_p]
     handle.fd_sample_mass.restype = c_int64
+    handle.fd_tune.argtypes = [TuningRecord * ROW_CLASSES]
+    handle.fd_tune.restype = None
     handle.fd_read_memory.argtypes = [c_void_p, c_int64]
     handle.fd_read_memory.restype = c_uint32
-
-
-def _find_openmp() -> ctypes.CDLL | None:
-    """Return the OpenMP runtime that torch has loaded, if it has the GNU interface."""
-    try:
-        maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
-    paths = {line.split(maxsplit=5)[5] for line in maps.splitlines() if "libgomp" in line or "libomp" in line}
-    for path in sorted(paths):
-        runtime = ctypes.CDLL(path)
-        if hasattr(runtime, "GOMP_parallel"):
-            return runtime
-    return None
-
-
-def _get_address(function: "ctypes._NamedFuncPointer") -> int | None:
-    return ctypes.cast(function, c_void_p).value

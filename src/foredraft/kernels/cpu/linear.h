@@ -10,9 +10,6 @@
 #include "simd.h"
 #include "team.h"
 
-/* Steps that a product of many rows prefetches into the L2 cache. With few rows the hardware prefetcher suffices. */
-#define PREFETCH_STEPS 48L
-
 /* Converts one row of activations to the format of this weight's kernel. */
 static void convert_row(const fd_weight *w, const float *x, char *to) {
     if (w->kind == FD_F32) {
@@ -28,16 +25,18 @@ static void convert_row(const fd_weight *w, const float *x, char *to) {
     }
 }
 
+#define LINE_VECTORS (64 / (LANES * 4)) /* vectors of a cache line */
+
 /* M rows times V vectors of outputs; column j starts at col[j] and advances by a panel's width per step. */
 #define TILE(NAME, WORD, LOAD, BROADCAST, STEP)                                                                        \
-    INLINE void NAME(const char *const *col, int steps, const WORD *x, long stride, float *to, const int M,            \
+    INLINE void NAME(const char *const *col, int steps, const WORD *x, long stride, float *to, long ahead, const int M, \
                      const int V) {                                                                                    \
         vf acc[ACCUMULATORS];                                                                                          \
         _Pragma("GCC unroll 24") for (int i = 0; i < M * V; i++) acc[i] = (vf){0};                                     \
         for (int k = 0; k < steps; k++) {                                                                              \
-            if (V <= 2) {                                                                                              \
-                _Pragma("GCC unroll 2") for (int j = 0; j < V; j++)                                                    \
-                    __builtin_prefetch(col[j] + (k + PREFETCH_STEPS) * FD_PANEL * 4, 0, 2);                            \
+            if (ahead) { /* into the L2 cache */                                                                       \
+                _Pragma("GCC unroll 8") for (int j = 0; j < V; j += LINE_VECTORS)                                      \
+                    __builtin_prefetch(col[j] + ahead + (long)k * FD_PANEL * 4, 0, 2);                                 \
             }                                                                                                          \
             _Pragma("GCC unroll 12") for (int m = 0; m < M; m++) {                                                     \
                 _Pragma("GCC unroll 8") for (int j = 0; j < V; j++) acc[m * V + j] = STEP(                             \
@@ -56,7 +55,7 @@ TILE(tile_f32, float, load, broadcast, MULTIPLY_ADD)
 
 #define CASES(TILE_, V, M)                                                                                             \
     case (V) * 16 + (M):                                                                                               \
-        TILE_(col, steps, x, stride, to, M, V);                                                                        \
+        TILE_(col, steps, x, stride, to, ahead, M, V);                                                                 \
         break;
 #if ACCUMULATORS == 24
 #define ALL_CASES(T)                                                                                                   \
@@ -69,32 +68,36 @@ TILE(tile_f32, float, load, broadcast, MULTIPLY_ADD)
     CASES(T, 2, 4) CASES(T, 2, 5) CASES(T, 2, 6)
 #endif
 
-static void run_bf16(const char *const *col, int steps, const uint32_t *x, long stride, float *to, int m, int v) {
+static void run_bf16(const char *const *col, int steps, const uint32_t *x, long stride, float *to, long ahead, int m,
+                     int v) {
     switch (v * 16 + m) { ALL_CASES(tile_bf16) }
 }
-static void run_f32(const char *const *col, int steps, const float *x, long stride, float *to, int m, int v) {
+static void run_f32(const char *const *col, int steps, const float *x, long stride, float *to, long ahead, int m,
+                    int v) {
     switch (v * 16 + m) { ALL_CASES(tile_f32) }
 }
 
 /* `count` panels from `panel` on for m rows: all their vectors, or halves of a panel if registers are few. */
 static void multiply_block(const fd_weight *w, const char *x, long stride, int panel, int count, int m, int v,
-                           float *to) {
+                           long ahead, float *to) {
     const char *data = (const char *)w->data + panel * panel_bytes(w);
     for (int j0 = 0; j0 < count * PANEL_VECTORS; j0 += v) {
         const char *col[8];
         for (int j = 0; j < v; j++)
             col[j] = data + (j0 + j) / PANEL_VECTORS * panel_bytes(w) + (j0 + j) % PANEL_VECTORS * LANES * 4;
         if (w->kind == FD_BF16)
-            run_bf16(col, (w->k + 1) / 2, (const uint32_t *)x, stride / 4, to + j0 * LANES, m, v);
+            run_bf16(col, (w->k + 1) / 2, (const uint32_t *)x, stride / 4, to + j0 * LANES, ahead, m, v);
         else
-            run_f32(col, w->k, (const float *)x, stride / 4, to + j0 * LANES, m, v);
+            run_f32(col, w->k, (const float *)x, stride / 4, to + j0 * LANES, ahead, m, v);
     }
 }
 
 /* Panels [first, last) of every row. */
 static void multiply_panels(const fd_weight *w, const char *x, int rows, int first, int last, const epilogue *e) {
     long stride = row_bytes(w);
+    const fd_tuning *tuning = find_tuning(rows);
     int v = rows <= ACCUMULATORS / 8 ? 8 : rows <= ACCUMULATORS / 4 ? 4 : 2;
+    if (v > tuning->vectors) v = tuning->vectors;
     int max_height = ACCUMULATORS / v, tiles = (rows + max_height - 1) / max_height;
     int height = (rows + tiles - 1) / tiles;
     for (int panel = first, count; panel < last; panel += count) {
@@ -104,7 +107,7 @@ static void multiply_panels(const fd_weight *w, const char *x, int rows, int fir
         for (int r = 0; r < rows; r += height) {
             float to[12 * 4 * FD_PANEL];
             int m = rows - r < height ? rows - r : height;
-            multiply_block(w, x + r * stride, stride, panel, count, m, vectors, to);
+            multiply_block(w, x + r * stride, stride, panel, count, m, vectors, tuning->prefetch, to);
             for (int i = 0; i < m; i++)
                 for (int p = 0; p < count; p++)
                     apply_epilogue(e, panel + p, r + i, to + i * 4 * FD_PANEL + p * FD_PANEL);
@@ -116,7 +119,7 @@ static void multiply_panels(const fd_weight *w, const char *x, int rows, int fir
 static void matmul(fd_team *team, const fd_weight *w, const char *x, int rows, const epilogue *e) {
     if (!rows) return;
     int panels = (w->n + FD_PANEL - 1) / FD_PANEL, chunk = (panels + team->size * 4 - 1) / (team->size * 4);
-    int max_chunk = (int)((256 << 10) / panel_bytes(w));
+    int max_chunk = (int)(find_tuning(rows)->chunk_bytes / panel_bytes(w));
     if (max_chunk < 4) max_chunk = 4;
     if (chunk > max_chunk) chunk = max_chunk;
     int by_tiles = HAS_TILES && w->kind == FD_BF16;

@@ -38,7 +38,12 @@ typedef struct {
     int row[2], number[2];       /* index of the first row; index of the panel */
     long stride;                 /* bytes between rows */
     int steps;                   /* whole tiles of k */
+    long ahead;                  /* bytes of a panel to prefetch ahead; 0 = none */
 } tile_block;
+
+INLINE void prefetch_tile_pair(const char *w) {
+    _Pragma("GCC unroll 32") for (int i = 0; i < STEP_PAIRS * PAIR_BYTES; i += 64) __builtin_prefetch(w + i, 0, 2);
+}
 
 /* A tile of rows times a panel, with a second tile of rows or a second panel; to[i] is [16, 32]. */
 INLINE void sum_tiles(const tile_block *b, float to[2][TILE_ROWS * FD_PANEL], const int two_x, const int two_panels) {
@@ -48,6 +53,7 @@ INLINE void sum_tiles(const tile_block *b, float to[2][TILE_ROWS * FD_PANEL], co
     tile_zero(3);
     for (long s = 0; s < b->steps; s++) {
         const char *w = b->panel[0] + s * STEP_PAIRS * PAIR_BYTES;
+        if (b->ahead) prefetch_tile_pair(w + b->ahead);
         tile_load(4, b->x[0] + s * TILE_BYTES, b->stride);
         tile_load(6, w, PAIR_BYTES);
         tile_dot(0, 4, 6);
@@ -60,6 +66,7 @@ INLINE void sum_tiles(const tile_block *b, float to[2][TILE_ROWS * FD_PANEL], co
         }
         if (two_panels) {
             w = b->panel[1] + s * STEP_PAIRS * PAIR_BYTES;
+            if (b->ahead) prefetch_tile_pair(w + b->ahead);
             tile_load(6, w, PAIR_BYTES);
             tile_dot(2, 4, 6);
             tile_load(7, w + TILE_BYTES, PAIR_BYTES);
@@ -96,9 +103,11 @@ static void write_block(const fd_weight *w, const tile_block *b, int i, int heig
 /* Panels [first, last) of every row, between begin_tiles(rows) and tile_release. */
 static void multiply_panels_amx(const fd_weight *w, const char *x, int rows, int first, int last, const epilogue *e) {
     int height = tile_height(rows), two_x = rows > TILE_ROWS;
+    const fd_tuning *tuning = find_tuning(rows);
     tile_block b = {.stride = row_bytes(w), .steps = w->k / (2 * STEP_PAIRS)};
+    b.ahead = tuning->prefetch;
     for (int panel = first, count; panel < last; panel += count) {
-        count = !two_x && last - panel > 1 ? 2 : 1;
+        count = !two_x && tuning->vectors > PANEL_VECTORS && last - panel > 1 ? 2 : 1;
         for (int r = 0; r < rows; r += (1 + two_x) * height) {
             float to[2][TILE_ROWS * FD_PANEL];
             int first_row[2] = {r, r + two_x * height};

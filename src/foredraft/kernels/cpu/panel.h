@@ -30,6 +30,9 @@ INLINE long quant_panel_bytes(const fd_weight *w) {
     return steps * STEP_BYTES + (w->kind == FD_INT8 ? FD_PANEL * 4 : quant_groups(w) * FD_PANEL * 2);
 }
 
+/* Tuning of a product of so many rows. */
+INLINE const fd_tuning *find_tuning(int rows) { return &fd_tuned[rows == 1 ? 0 : rows <= 4 ? 1 : 2]; }
+
 /* Bytes of one row of activations. */
 INLINE long row_bytes(const fd_weight *w) {
     if (w->kind == FD_BF16) return ((long)w->k * 2 + 127) / 64 * 64;

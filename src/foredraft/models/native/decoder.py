@@ -23,6 +23,7 @@ from foredraft.kernels.cpu.library import (
     load_library,
 )
 from foredraft.kernels.linear import PackedWeight
+from foredraft.kernels.tuning import tune_products
 from foredraft.kv.pool import KVPool
 from foredraft.models.forward_batch import ForwardBatch
 from foredraft.models.grid_linear import GridLinear, pack_joined, take_only
@@ -152,6 +153,7 @@ class NativeDecoder:
         """
         native = load_library()
         assert native is not None, "explain_unsupported was not called"
+        tune_products(native, sum(weight.data.nbytes for weight in packer.weights))
         samples = [torch.empty(0, record.kv_heads, record.head_dim, dtype=dtype)] * record.layers
         return cls(native, record, packer.weights, packer.tensors, samples, dtype, vocab_size, rotary_table)
 
