@@ -21,7 +21,6 @@ SELECTION_MODES: tuple[SelectionMode, ...] = ("auto", "merge", "sequence")
 MIN_DRAFTS = 3.0  # drafts of a member before its estimates are used
 # steps without a draft before an unselected member is tried again; doubled after each retry
 FIRST_RETRY_STEPS, MAX_RETRY_STEPS = 32, 512
-MAX_RETRY_SHARE = 0.01  # a retry, catching up included, takes at most this share of the time since the last draft
 MIN_MERGE_NODES = 4  # smallest budget for which two drafts are merged
 RATE_WINDOW = 32.0  # steps over which the tokens per second are averaged
 
@@ -33,8 +32,7 @@ class ModelMemberStats:
     index: int
     max_nodes: int = 1 << 30  # maximum draft nodes per request in this step
     cost: LinearCost = field(default_factory=lambda: LinearCost(is_proportional=True))  # seconds by draft depth
-    # extra seconds if it must first read tokens of steps without a draft; None = not measured
-    measured_catch_up: float | None = None
+    catch_up_seconds: float = 0.0  # extra seconds if it must first read tokens of steps without a draft
     depth_by_nodes: dict[int, float] = field(default_factory=dict)  # node budget -> average depth of the drafts
     num_uses: int = 0  # steps in which it drafted
     num_idle_steps: int = 0  # steps since its last draft
@@ -43,16 +41,6 @@ class ModelMemberStats:
     @property
     def key(self) -> EstimateKey:
         return self.index, 0
-
-    @property
-    def catch_up_seconds(self) -> float:
-        return self.measured_catch_up or 0.0
-
-    @property
-    def retry_seconds(self) -> float:
-        """Predicted seconds of a draft after a pause."""
-        depth = max(self.depth_by_nodes.values(), default=0.0)
-        return self.cost.predict(depth) + self.catch_up_seconds
 
     def estimate_depth(self, num_nodes: int) -> float:
         """Estimate the depth of a draft with this node budget."""
@@ -63,9 +51,7 @@ class ModelMemberStats:
         if is_fresh:
             self.cost.update(depth, seconds)
         elif self.cost.is_fitted:
-            extra = max(seconds - self.cost.predict(depth), 0.0)
-            known = self.measured_catch_up
-            self.measured_catch_up = extra if known is None else known + 0.2 * (extra - known)
+            self.catch_up_seconds += 0.2 * (max(seconds - self.cost.predict(depth), 0.0) - self.catch_up_seconds)
 
     def record_depth(self, num_nodes: int, depth: int) -> None:
         """Record the depth of a draft that had this node budget."""
@@ -121,7 +107,7 @@ class EnsembleSelector:
         self.model_stats, self.mode = model_stats, mode
         self.estimates = ValueEstimates()
         self.pass_cost = LinearCost(is_proportional=False)  # seconds of the target's forward pass by rows
-        self._recent_tokens = self._recent_seconds = self._recent_steps = 0.0
+        self._recent_tokens = self._recent_seconds = 0.0
 
     @property
     def tokens_per_second(self) -> float:
@@ -135,7 +121,6 @@ class EnsembleSelector:
             self._recent_tokens * fade + num_tokens,
             self._recent_seconds * fade + seconds,
         )
-        self._recent_steps = self._recent_steps * fade + 1.0
 
     def select_candidate(self, choices: RequestChoices) -> RequestDraftPlan:
         """Select the candidate of largest value; none if no candidate pays for its rows."""
@@ -241,16 +226,7 @@ class EnsembleSelector:
             stats.num_uses += is_selected
 
     def _is_due(self, stats: ModelMemberStats) -> bool:
-        if stats.max_nodes <= 0 or stats.num_uses < MIN_DRAFTS:
-            return stats.max_nodes > 0
-        return stats.num_idle_steps >= stats.retry_interval and self._is_retry_affordable(stats)
-
-    def _is_retry_affordable(self, stats: ModelMemberStats) -> bool:
-        """Return whether a retry is cheap beside the time since the member's last draft."""
-        if not self._recent_steps:
-            return True
-        idle_seconds = stats.num_idle_steps * self._recent_seconds / self._recent_steps
-        return stats.retry_seconds <= MAX_RETRY_SHARE * idle_seconds
+        return stats.max_nodes > 0 and (stats.num_uses < MIN_DRAFTS or stats.num_idle_steps >= stats.retry_interval)
 
     def _convert_rows_to_tokens(self, num_rows: float) -> float:
         """Convert rows of the target's pass to the tokens that could be made in their time."""
