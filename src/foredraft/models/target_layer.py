@@ -104,7 +104,9 @@ class TargetLayer:
         return calls[0]
 
     def _refuse(self, reason: str) -> ForedraftError:
-        return ForedraftError(f"{self.name} {reason}, so an MTP layer of its class cannot be made; use the method eagle")
+        return ForedraftError(
+            f"{self.name} {reason}, so an MTP layer of its class cannot be made; use the method eagle"
+        )
 
 
 def _choose_layer(config: Any) -> int:

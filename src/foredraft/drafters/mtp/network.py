@@ -35,9 +35,7 @@ class MtpNetwork(nn.Module):
         self.runner = TargetLayer(target)
         kv = self.runner.kv
         windows = () if kv.sliding_window is None else (kv.sliding_window,)
-        block = replace(
-            derive_block_shape(target), kv_heads=kv.heads, head_dim=kv.width, sliding_windows=windows
-        )
+        block = replace(derive_block_shape(target), kv_heads=kv.heads, head_dim=kv.width, sliding_windows=windows)
         self.shape = replace(shape, block=block)
         self.embedding_norm = self.runner.make_norm(shape.hidden)
         self.state_norm = self.runner.make_norm(shape.hidden)
