@@ -5,7 +5,9 @@ transformers calls the attention of such a layer by name, so the attention is an
 
 import copy
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,8 +57,9 @@ class TargetLayer:
         dtype = target.embedding.dtype
         try:
             with torch.device(target.device):
-                self.module = type(last)(config, _choose_layer(config)).to(dtype).eval()
-                self.rotary = type(rotary)(config)  # no module of a network, so its frequencies stay float32
+                index = _choose_layer(config)
+                self.module = type(last)(config, index).to(dtype).eval()
+                self.rotary = _make_rotary(type(rotary), config, index)
                 self.kv = self._examine(torch.randn(1, 2, target.hidden_size, dtype=dtype))
         except Exception as error:  # the model's own code may raise any exception
             if isinstance(error, ForedraftError):
@@ -104,9 +107,14 @@ class TargetLayer:
         return calls[0]
 
     def _refuse(self, reason: str) -> ForedraftError:
-        return ForedraftError(
-            f"{self.name} {reason}, so an MTP layer of its class cannot be made; use the method eagle"
-        )
+        return ForedraftError(f"{self.name} {reason}, so no layer of its class can be added; use the method eagle")
+
+
+def _make_rotary(kind: Any, config: Any, index: int) -> Callable[[Tensor, Tensor], Any]:
+    """Make the rotary embedding of a layer. It is in no network, so its frequencies stay float32."""
+    rotary = kind(config)
+    has_kinds = "layer_type" in inspect.signature(kind.forward).parameters
+    return partial(rotary, layer_type=config.layer_types[index]) if has_kinds else rotary
 
 
 def _choose_layer(config: Any) -> int:

@@ -40,6 +40,7 @@ class TrainConfig:
     @staticmethod
     def read_shape(network: MtpNetwork) -> dict[str, object]:
         """Return the settings that a checkpoint to start from determines: none."""
+        del network
         return {}
 
 
