@@ -53,7 +53,7 @@ class TargetLayer:
         config._experts_implementation = "eager"
         self.norm_class, self.eps = _find_norm_class(last), getattr(config, "rms_norm_eps", None)
         if self.norm_class is None or self.eps is None:
-            raise self._refuse("has no RMS norms")
+            raise self._refuse("has no RMS norm before its attention")
         dtype = target.embedding.dtype
         try:
             with torch.device(target.device):
@@ -70,7 +70,8 @@ class TargetLayer:
     def make_norm(self, width: int) -> nn.Module:
         """Make a norm of the class that the target's layers have."""
         assert self.norm_class is not None, "checked in the constructor"
-        return self.norm_class(width, eps=self.eps)
+        norm: nn.Module = self.norm_class(width, eps=self.eps)
+        return norm
 
     def forward(
         self, x: Tensor, positions: Tensor, attend: AttentionFunction, calls: list[LayerKV] | None = None
@@ -94,7 +95,8 @@ class TargetLayer:
             attend_in_drafter=attend,
             attention_calls=calls,
         )
-        return output[0] if isinstance(output, tuple) else output
+        states: Tensor = output[0] if isinstance(output, tuple) else output
+        return states
 
     @torch.no_grad()
     def _examine(self, x: Tensor) -> LayerKV:

@@ -222,7 +222,7 @@ def test_a_target_drafts_with_its_own_layer(tmp_path, family):
 
 def test_a_target_without_a_layer(tmp_path):
     make_target("qwen2").model.save_pretrained(tmp_path)
-    with pytest.raises(ForedraftError, match="holds no MTP layer.*foredraft train mtp"):
+    with pytest.raises(ForedraftError, match=r"holds no MTP layer.*foredraft train mtp"):
         LLM(str(tmp_path), drafter={"method": "mtp"})
 
 
