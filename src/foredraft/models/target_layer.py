@@ -51,19 +51,20 @@ class TargetLayer:
         config = copy.deepcopy(target.model.config.get_text_config(decoder=True))
         config._attn_implementation = LAYER_ATTENTION_NAME
         config._experts_implementation = "eager"
-        self.norm_class, self.eps = _find_norm_class(last), getattr(config, "rms_norm_eps", None)
-        if self.norm_class is None or self.eps is None:
-            raise self._refuse("has no RMS norm before its attention")
+        self.eps = getattr(config, "rms_norm_eps", None)
         dtype = target.embedding.dtype
         try:
             with torch.device(target.device):
                 index = _choose_layer(config)
                 self.module = type(last)(config, index).to(dtype).eval()
+                self.norm_class = _find_norm_class(self.module)
+                if self.norm_class is None or self.eps is None:
+                    raise self._refuse("has no RMS norm before its attention")
                 self.rotary = _make_rotary(type(rotary), config, index)
                 self.kv = self._examine(torch.randn(1, 2, target.hidden_size, dtype=dtype))
+        except ForedraftError:
+            raise
         except Exception as error:  # the model's own code may raise any exception
-            if isinstance(error, ForedraftError):
-                raise
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             raise self._refuse(f"has decoder layers that do not run alone ({reason})") from error
 
