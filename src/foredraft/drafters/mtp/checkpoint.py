@@ -43,8 +43,8 @@ def read(files: TensorFiles, config: dict[str, Any], target: TargetInfo) -> Chec
     for stored in claims.stored_names.values():
         if files.stored_tensors[stored].dtype not in WEIGHT_DTYPES:
             raise claims.refuse(f"{stored} is quantised, and quantised MTP layers are not supported")
-    flags = {name: getattr(spelling, name) for name in FLAGS} | _read_flags(files, config)
-    shape = MtpShape(hidden, target.vocab_size, **flags)
+    flags = spelling.flags | _read_flags(files, config)
+    shape = MtpShape.from_flags(hidden, target.vocab_size, flags)
     return Checkpoint(NAME, f"MTP ({spelling.name})", files.folder, shape, _fuse_experts(claims.read()), config)
 
 

@@ -1,12 +1,13 @@
 """Declaration of the method `mtp`."""
 
-from foredraft.checkpoints.formats import CheckpointFormat, LayoutOrder, StoredLayout, has_tensor
+from foredraft.checkpoints.formats import CheckpointFormat, ExportFormat, LayoutOrder, StoredLayout, has_tensor
 from foredraft.checkpoints.schema import Checkpoint
 from foredraft.drafters.common.feature_drafter import FeatureDrafter, make_feature_lm
 from foredraft.drafters.common.target_access import bind_to_target, describe_target, require_target
 from foredraft.drafters.common.tree_builder import TreeOptions as Config
 from foredraft.drafters.method import DrafterContext, Method, Training
 from foredraft.drafters.mtp import checkpoint
+from foredraft.drafters.mtp.export import export_into_target
 from foredraft.drafters.mtp.network import load_network
 from foredraft.drafters.mtp.shape import MtpShape
 from foredraft.drafters.mtp.training import TrainConfig, create_trainee
@@ -38,6 +39,7 @@ METHOD = Method(
         # A target's folder may hold such a layer beside the model, and is a whole model first.
         layouts=(StoredLayout("mtp", LayoutOrder.OWN_NAMES, has_tensor(r"mtp\.fc\."), checkpoint.read),),
         make_layout=checkpoint.make_layout,
+        exports=(ExportFormat("target", export_into_target, copies_target=True),),
     ),
     training=Training(TrainConfig, create_trainee),
     variants=VARIANTS,

@@ -1,5 +1,6 @@
 """Shape of an MTP layer: how it combines its inputs, and what it feeds back."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from foredraft.models.draft_layer import DraftLayerShape
@@ -20,3 +21,8 @@ class MtpShape:
     zeroes_first: bool = False  # the embedding beside position 0 counts as zeros
     block: DraftLayerShape | None = None  # sizes of the KV cache, once the layer is made; not in a checkpoint
     num_layers: int = 1
+
+    @classmethod
+    def from_flags(cls, hidden: int, vocab_size: int, flags: Mapping[str, bool]) -> "MtpShape":
+        """Make a shape from the flags by name."""
+        return cls(hidden, vocab_size, flags["puts_state_first"], flags["has_output_norm"], flags["zeroes_first"])

@@ -1,7 +1,7 @@
 """Names under which targets store their MTP layers."""
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 EMBEDDING_NORM, STATE_NORM, PROJECTION, OUTPUT_NORM = "embedding_norm", "state_norm", "projection", "output_norm"
 
@@ -16,6 +16,8 @@ class Spelling:
         layer: prefix of the decoder layer's tensors.
         puts_state_first: as in `MtpShape`.
         zeroes_first: as in `MtpShape`; vLLM does so for these families.
+        model_types: families of transformers whose targets are published so; Qwen's names serve all others.
+        count_key: key of config.json with the number of layers.
         copies: names below the layer's prefix that are copies of the target's weights, and are not read.
     """
 
@@ -24,17 +26,24 @@ class Spelling:
     layer: str
     puts_state_first: bool = False
     zeroes_first: bool = False
+    model_types: tuple[str, ...] = ()
+    count_key: str = "num_nextn_predict_layers"
     copies: tuple[str, ...] = ()
 
     @property
-    def has_output_norm(self) -> bool:
-        return OUTPUT_NORM in self.parts
+    def flags(self) -> dict[str, bool]:
+        """Flags of `MtpShape` that the family means."""
+        return {
+            "puts_state_first": self.puts_state_first,
+            "zeroes_first": self.zeroes_first,
+            "has_output_norm": OUTPUT_NORM in self.parts,
+        }
 
     def fill(self, num_layers: int) -> "Spelling":
         """Return the spelling for a target with this number of decoder layers."""
         parts = {part: name.format(n=num_layers) for part, name in self.parts.items()}
         layer = self.layer.format(n=num_layers)
-        return Spelling(self.name, parts, layer, self.puts_state_first, self.zeroes_first, self.copies)
+        return replace(self, parts=parts, layer=layer)
 
 
 QWEN = Spelling(
@@ -46,6 +55,7 @@ QWEN = Spelling(
         OUTPUT_NORM: "mtp.norm.weight",
     },
     "mtp.layers.0.",
+    count_key="mtp_num_hidden_layers",
 )
 DEEPSEEK = Spelling(
     "DeepSeek",  # also GLM
@@ -57,6 +67,7 @@ DEEPSEEK = Spelling(
     },
     "model.layers.{n}.",
     zeroes_first=True,
+    model_types=("deepseek_v3", "glm4_moe"),
     copies=("embed_tokens.weight", "shared_head.head.weight"),
 )
 MIMO = Spelling(
@@ -80,6 +91,7 @@ ERNIE = Spelling(
     },
     "model.mtp_block.0.",
     zeroes_first=True,
+    model_types=("ernie4_5_moe",),
 )
 SPELLINGS = (QWEN, DEEPSEEK, MIMO, ERNIE)
 
@@ -88,3 +100,8 @@ def find_spelling(names: Collection[str], num_layers: int) -> Spelling | None:
     """Return the spelling of the MTP layer among stored names; None if there is none."""
     filled = (spelling.fill(num_layers) for spelling in SPELLINGS)
     return next((spelling for spelling in filled if spelling.parts[PROJECTION] in names), None)
+
+
+def choose_spelling(model_type: str) -> Spelling:
+    """Return the spelling in which targets of a family of transformers are published."""
+    return next((spelling for spelling in SPELLINGS if model_type in spelling.model_types), QWEN)

@@ -13,6 +13,7 @@ from foredraft.drafters.losses import Losses, Trace, check_loss
 from foredraft.drafters.mtp.checkpoint import make_layout, read_from_target
 from foredraft.drafters.mtp.network import MtpNetwork, load_network
 from foredraft.drafters.mtp.shape import MtpShape
+from foredraft.drafters.mtp.spellings import choose_spelling
 from foredraft.drafters.trainee import TraineeSpec
 from foredraft.errors import ForedraftError
 from foredraft.models.forward_batch import AFTER_FINAL_NORM
@@ -80,7 +81,9 @@ def create_trainee(config: TrainConfig, target: HFModel, start: Checkpoint | Non
     if config.fine_tunes:
         start = read_from_target(describe_target(target))
     if start is None:
-        network = MtpNetwork(MtpShape(target.hidden_size, target.vocab_size), target)
+        spelling = choose_spelling(target.model.config.get_text_config().model_type)
+        shape = MtpShape.from_flags(target.hidden_size, target.vocab_size, spelling.flags)
+        network = MtpNetwork(shape, target)
         _init_as_identity(network, target)
     else:
         network = load_network(start, target)
