@@ -146,7 +146,8 @@ class Method:
         name: the name that users write.
         config: frozen dataclass of the options.
         create: makes the drafter from an instance of `config` and a context; None = `from_checkpoint` makes it, from
-            the head that the user named, the built-in one or that of the target. `creation.create_drafter` calls either.
+            the head that the user named, the built-in one or that of the target. `creation.create_drafter` calls
+            either.
         uses_model: True if the method takes the option `model`: a draft model, a head or another trained file.
         accepts_loaded_model: True if `model` may be a loaded transformers model.
         from_checkpoint: makes the drafter from the options, a loaded checkpoint and a context; None = `create` is the
