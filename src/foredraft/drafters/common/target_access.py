@@ -29,12 +29,16 @@ def describe_target(target: HFModel) -> TargetInfo:
 
 
 def load_checkpoint(context: DrafterContext, method: Method) -> Checkpoint:
-    """Load the head that the user named, or the built-in one. Warns if it was trained for another target.
+    """Load the head that the user named, the built-in one, or that of the target's own folder.
+
+    Warns if it was trained for another target.
 
     Raises:
         ForedraftError: without a head or a target, or if the head is of another method or does not fit the target.
     """
     name = context.model or context.builtin_drafter
+    if name is None and method.read_from_target is not None and context.target is not None:
+        return method.read_from_target(context)
     if name is None:
         raise ForedraftError(
             f"the method {method.name} needs a head trained for this target: give --spec-model PATH (or {{'model': "
