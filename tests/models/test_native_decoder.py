@@ -365,7 +365,10 @@ PLAIN: dict[str, tuple[Callable[[], Any], str]] = {
     "gemma2": (lambda: _family("gemma2", **WIDE), "models of type gemma2"),
     "gemma3": (lambda: _family("gemma3", **WIDE), "models of type gemma3_text"),
     "gpt2": (lambda: _family("gpt2"), "models of type gpt2"),
-    "phi3": (lambda: _family("phi3", hidden_size=64), "models of type phi3"),
+    "phi3-longrope": (
+        lambda: _family("phi3-longrope", head_dim=16),
+        "rotary factors that change with the sequence length",
+    ),
     "mixtral": (lambda: _family("mixtral", head_dim=32), "models of type mixtral"),
     "olmo2": (lambda: _family("olmo2", hidden_size=64), "models of type olmo2"),
     "starcoder2": (lambda: _family("starcoder2", hidden_size=64), "models of type starcoder2"),

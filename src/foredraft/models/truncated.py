@@ -15,7 +15,8 @@ from foredraft.kernels.linear import PackedWeight
 from foredraft.kv.pool import KVPool
 from foredraft.models.forward_batch import ForwardBatch
 from foredraft.models.hf import HFModel
-from foredraft.models.native.decoder import DecoderPacker, LayerSlice
+from foredraft.models.native.decoder import LayerSlice
+from foredraft.models.native.packing import DecoderPacker
 from foredraft.models.truncated_modules import Adapter
 
 DEFAULT_NORM_EPS = 1e-6  # epsilon of norms, for a target without rms_norm_eps
