@@ -366,11 +366,10 @@ PLAIN: dict[str, tuple[Callable[[], Any], str]] = {
     "gemma3": (lambda: _family("gemma3", **WIDE), "models of type gemma3_text"),
     "gpt2": (lambda: _family("gpt2"), "models of type gpt2"),
     "phi3-longrope": (
-        lambda: _family("phi3-longrope", head_dim=16),
+        lambda: _family("phi3-longrope"),
         "rotary factors that change with the sequence length",
     ),
     "mixtral": (lambda: _family("mixtral", head_dim=32), "models of type mixtral"),
-    "olmo2": (lambda: _family("olmo2", hidden_size=64), "models of type olmo2"),
     "starcoder2": (lambda: _family("starcoder2", hidden_size=64), "models of type starcoder2"),
     "gpt_oss": (lambda: _family("gpt_oss", head_dim=16), "models of type gpt_oss"),
     "qwen3_moe": (lambda: _family("qwen3_moe"), "models of type qwen3_moe"),

@@ -30,6 +30,8 @@ pytestmark = NATIVE
 
 WIDE = TINY | {"hidden_size": 64, "initializer_range": 0.15}  # heads of width 16
 HALF = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 32}
+LINEAR = {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
 CONFIGS: dict[str, Callable[[], Any]] = {
     "smollm3": lambda: hf.SmolLM3Config(**WIDE, no_rope_layers=[1, 0, 1]),
     "smollm3, some sliding": lambda: hf.SmolLM3Config(
@@ -39,7 +41,43 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "phi3, part of a head rotated, odd sizes": lambda: hf.Phi3Config(
         **WIDE | {"intermediate_size": 41}, rope_parameters=HALF
     ),
-}
+    "olmo2": lambda: hf.Olmo2Config(**WIDE),
+    "olmo2, many heads, odd sizes": lambda: hf.Olmo2Config(
+        **WIDE | {"num_key_value_heads": 4, "intermediate_size": 41}, attention_bias=True
+    ),
+    "olmo3": lambda: hf.Olmo3Config(
+        **WIDE, sliding_window=SLIDING, layer_types=ALTERNATING,
+        rope_parameters={"sliding_attention": HALF | {"rope_theta": 1e3}, "full_attention": YARN},
+    ),
+    "olmo3, sliding alone": lambda: hf.Olmo3Config(
+        **WIDE, sliding_window=SLIDING, layer_types=["sliding_attention"] * 3
+    ),
+    "gemma2": lambda: hf.Gemma2Config(
+        **WIDE, head_dim=32, query_pre_attn_scalar=20, sliding_window=SLIDING, attn_logit_softcapping=2.0,
+        final_logit_softcapping=3.0,
+    ),
+    "gemma2, narrow attention, no caps": lambda: hf.Gemma2Config(
+        **WIDE | {"num_attention_heads": 1, "num_key_value_heads": 1}, head_dim=16, attn_logit_softcapping=None,
+        final_logit_softcapping=None,
+    ),
+    "gemma3": lambda: hf.Gemma3TextConfig(
+        **WIDE, head_dim=32, query_pre_attn_scalar=20, sliding_window=SLIDING, layer_types=ALTERNATING,
+        attn_logit_softcapping=2.0, final_logit_softcapping=3.0,
+        rope_parameters={"sliding_attention": HALF | {"rope_theta": 1e3}, "full_attention": LINEAR},
+    ),
+    "glm4": lambda: hf.Glm4Config(**WIDE, head_dim=32, attention_bias=True),
+    "glm4, all rotated": lambda: hf.Glm4Config(
+        **WIDE | {"intermediate_size": 41}, head_dim=16, attention_bias=False,
+        rope_parameters=HALF | {"partial_rotary_factor": 1.0},
+    ),
+    "ernie4_5": lambda: hf.Ernie4_5Config(**WIDE, head_dim=16),
+    "ernie4_5, biases": lambda: hf.Ernie4_5Config(**WIDE, head_dim=48, use_bias=True),
+    "cohere2": lambda: hf.Cohere2Config(**WIDE, sliding_window=SLIDING, layer_types=ALTERNATING, logit_scale=0.25),
+    "cohere2, tied, biases": lambda: hf.Cohere2Config(
+        **WIDE | {"tie_word_embeddings": True, "intermediate_size": 41}, sliding_window=SLIDING,
+        layer_types=ALTERNATING[::-1], attention_bias=True,
+    ),
+}  # fmt: skip
 EACH = pytest.mark.parametrize("name", CONFIGS)
 EACH_TYPE = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 IDS = tokens(40)

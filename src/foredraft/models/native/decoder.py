@@ -43,9 +43,9 @@ def explain_unsupported(model: Any) -> str | None:
         return f"{model.dtype} on {model.device.type}"
     if (family := FAMILIES.get(config.model_type)) is None:
         return f"models of type {config.model_type}"
-    if config.hidden_act not in ACTIVATIONS:
-        return f"the activation {config.hidden_act}"
-    if (getattr(config, "rope_parameters", None) or {}).get("rope_type") not in STATIC_ROPE:
+    if (activation := getattr(config, family.activation)) not in ACTIVATIONS:
+        return f"the activation {activation}"
+    if not set(family.list_rope_types(config)) <= set(STATIC_ROPE):
         return "rotary factors that change with the sequence length"
     if (reason := explain_missing_stack(model)) is not None:
         return reason
@@ -54,7 +54,7 @@ def explain_unsupported(model: Any) -> str | None:
     linears = [m for block in blocks for m in family.list_projections(block)]
     if not all(type(m) in (nn.Linear, GridLinear) for m in [*linears, stack.head]):
         return "linear layers that were replaced"
-    if type(stack.decoder.embed_tokens) is not nn.Embedding:
+    if not family.is_own_embedding(stack.decoder.embed_tokens, stack.decoder):
         return "embeddings that were replaced"
     if blocks[0].self_attn.head_dim % LANES:
         return f"heads of width {blocks[0].self_attn.head_dim}"
@@ -109,7 +109,7 @@ class NativeDecoder:
             is_owned: whether to free each weight after it is packed.
         """
         packer, decoder = DecoderPacker(pack, is_owned), CausalStack.from_model(model).decoder
-        rotary_tables = RotaryTables.from_module(decoder.rotary_emb)
+        rotary_tables = FAMILIES[model.config.get_text_config().model_type].make_rotary_tables(decoder.rotary_emb)
         record = _build_record(model, sliding_windows, packer, pack_head, rotary_tables.width)
         return cls.from_record(record, packer, model.dtype, len(decoder.embed_tokens.weight), rotary_tables)
 
@@ -241,7 +241,7 @@ def _build_record(
     family, decoder, head = FAMILIES[config.model_type], stack.decoder, stack.head
     blocks = zip(decoder.layers, sliding_windows, strict=True)
     layers = (LayerRecord * len(sliding_windows))(
-        *(packer.build_layer(block, sliding_window, family) for block, sliding_window in blocks)
+        *(packer.build_layer(block, sliding_window, family, rotary) for block, sliding_window in blocks)
     )
     attention, norm = decoder.layers[0].self_attn, decoder.norm
     embedding = decoder.embed_tokens.weight
@@ -253,17 +253,21 @@ def _build_record(
         head_dim=attention.head_dim,
         rotary=rotary,
         inner=layers[0].gate_up.n // 2,
-        activation=ACTIVATIONS[config.hidden_act],
+        is_parallel=family.norms.are_shared,
+        has_joint_head_norm=family.norms.have_joint_heads,
+        activation=ACTIVATIONS[getattr(config, family.activation)],
         has_bf16_kv=source.dtype == torch.bfloat16,
         has_bf16_embedding=embedding.dtype == torch.bfloat16,
-        eps=norm.variance_epsilon,
+        eps=getattr(norm, family.norms.eps),
         scale=attention.scaling,
-        softcap=0.0,
-        embedding_scale=getattr(config, "embedding_multiplier", 1.0),
+        softcap=getattr(config, family.softcap, None) or 0.0,
+        logit_softcap=getattr(config, family.logit_softcap, None) or 0.0,
+        embedding_scale=family.read_embedding_scale(decoder.embed_tokens) * getattr(config, "embedding_multiplier", 1.0),
         residual_scale=getattr(config, "residual_multiplier", 1.0),
-        logit_scale=1.0 / getattr(config, "logits_scaling", 1.0),
+        logit_scale=getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0),
+        norm_bias=packer.hold_tensor(torch.zeros(embedding.shape[1])) if family.norms.are_layer_norms else None,
         embedding=packer.hold_tensor(embedding),
-        norm=packer.hold_norm(norm),
+        norm=packer.hold_norm(norm, family.norms.offset),
         layer=ctypes.cast(layers, ctypes.POINTER(LayerRecord)),
         head=packer.hold_weight(pack_joined([head], take_only, pack_head, head.bias, packer.arena, packer.is_owned)),
     )

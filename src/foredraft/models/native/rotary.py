@@ -18,9 +18,14 @@ class RotaryTables:
     local: RotaryTable | None = None  # of layers with a sliding window; None = the same
 
     @classmethod
-    def from_module(cls, module: Any) -> "RotaryTables":
-        """Make the tables of a rotary module of transformers with one base."""
-        return cls(_make_table(module))
+    def from_module(cls, module: Any, has_paired_factors: bool = False) -> "RotaryTables":
+        """Make the tables of a rotary module of transformers with one base.
+
+        Args:
+            module: rotary module.
+            has_paired_factors: whether it repeats its factors by pairs. Default False = by halves.
+        """
+        return cls(_make_table(module, _take_every_other if has_paired_factors else take_first_half))
 
     @classmethod
     def from_module_by_type(cls, module: Any) -> "RotaryTables":
@@ -28,8 +33,8 @@ class RotaryTables:
         types = module.layer_types
         full, sliding = "full_attention", "sliding_attention"
         return cls(
-            _make_table(module, full if full in types else sliding),
-            _make_table(module, sliding if sliding in types else full),
+            _make_table(module, take_first_half, full if full in types else sliding),
+            _make_table(module, take_first_half, sliding if sliding in types else full),
         )
 
     @property
@@ -38,11 +43,11 @@ class RotaryTables:
         return 2 * self.main(1)[0].shape[1]
 
 
-def _make_table(module: Any, *layer_type: str) -> RotaryTable:
+def _make_table(module: Any, take_half: Callable[[Tensor], Tensor], *layer_type: str) -> RotaryTable:
     def table(positions: int) -> tuple[Tensor, Tensor]:
         with torch.inference_mode():
             cos, sin = module(torch.empty(0, dtype=torch.float32), torch.arange(positions)[None], *layer_type)
-        return take_first_half(cos[0]), take_first_half(sin[0])
+        return take_half(cos[0]), take_half(sin[0])
 
     return table
 
@@ -50,3 +55,7 @@ def _make_table(module: Any, *layer_type: str) -> RotaryTable:
 def take_first_half(factors: Tensor) -> Tensor:
     """Return the first half [positions, rotary / 2] of every row of [positions, rotary]; the second half is equal."""
     return factors[:, : factors.shape[-1] // 2].contiguous()
+
+
+def _take_every_other(factors: Tensor) -> Tensor:
+    return factors[:, ::2].contiguous()
