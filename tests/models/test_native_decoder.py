@@ -360,10 +360,10 @@ def _family(name: str, **more: Any) -> Any:
     return hf.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
 
 
-WIDE = {"head_dim": 16, "query_pre_attn_scalar": 16}
 PLAIN: dict[str, tuple[Callable[[], Any], str]] = {
-    "gemma2": (lambda: _family("gemma2", **WIDE), "models of type gemma2"),
-    "gemma3": (lambda: _family("gemma3", **WIDE), "models of type gemma3_text"),
+    "gemma2 with narrow heads": (lambda: _family("gemma2"), "heads of width 8"),
+    "gemma3 with narrow heads": (lambda: _family("gemma3"), "heads of width 8"),
+    "olmo2 with narrow heads": (lambda: _family("olmo2"), "heads of width 8"),
     "gpt2": (lambda: _family("gpt2"), "models of type gpt2"),
     "phi3-longrope": (
         lambda: _family("phi3-longrope"),
@@ -489,6 +489,6 @@ def test_a_model_from_a_folder_runs_fused_by_default(tmp_path: Any) -> None:
 @NATIVE
 def test_asking_for_what_cannot_be_had_is_an_error() -> None:
     """Guards against an option that is taken and ignored."""
-    model, _ = families.make_family("gemma2")
-    with pytest.raises(ForedraftError, match=r"models of type gemma2.*leave fused out"):
+    model, _ = families.make_family("gpt2")
+    with pytest.raises(ForedraftError, match=r"models of type gpt2.*leave fused out"):
         LLM(copy.deepcopy(model), None, fused=True)

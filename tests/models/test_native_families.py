@@ -16,6 +16,7 @@ import torch
 import transformers as hf
 from torch import Tensor, nn
 
+from foredraft.drafters.common.target_access import get_packed_lm_head, scale_output_matrix
 from foredraft.models.forward_batch import AFTER_FINAL_NORM
 from foredraft.models.hf import HFModel
 from foredraft.models.native.decoder import explain_unsupported
@@ -167,10 +168,24 @@ def test_every_node_of_a_tree_has_the_bits_of_its_own_sequence(name: str, dtype:
 
 
 @EACH
+@torch.inference_mode()
+def test_the_packed_head_is_shared_if_its_product_is_the_logits(name: str) -> None:
+    """Heads of drafters have neither the scale nor the cap of Gemma's and Cohere's logits."""
+    lm = make_native(name, torch.float32)
+    logits, normed = PagedModel(lm).read({0: IDS}, hidden_layers=(AFTER_FINAL_NORM,))
+    torch.testing.assert_close(lm.compute_logits(normed), logits, atol=1e-4, rtol=0)
+    head, product = get_packed_lm_head(lm), normed @ lm.head_weight.T
+    assert (head is not None) == torch.allclose(product, logits, atol=1e-4)
+    if "cohere" in name:
+        torch.testing.assert_close(normed @ scale_output_matrix(lm).T, logits, atol=1e-4, rtol=0)
+
+
+@EACH
 def test_an_owned_model_frees_its_packed_weights(name: str) -> None:
     model = copy.deepcopy(make_original(name, torch.bfloat16))
     lm = HFModel.wrap_model(model, name, is_fused=True, is_owned=True)
     family = FAMILIES[model.config.model_type]
     freed = [module.weight for block in model.model.layers for module in family.list_projections(block)]
-    assert freed and all(weight.numel() == 0 for weight in freed)
+    assert freed
+    assert all(weight.numel() == 0 for weight in freed)
     assert torch.equal(PagedModel(lm).read({0: IDS}), PagedModel(make_native(name, torch.bfloat16)).read({0: IDS}))

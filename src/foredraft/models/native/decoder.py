@@ -262,7 +262,7 @@ def _build_record(
         scale=attention.scaling,
         softcap=getattr(config, family.softcap, None) or 0.0,
         logit_softcap=getattr(config, family.logit_softcap, None) or 0.0,
-        embedding_scale=family.read_embedding_scale(decoder.embed_tokens) * getattr(config, "embedding_multiplier", 1.0),
+        embedding_scale=family.read_embedding_scale(decoder.embed_tokens, config),
         residual_scale=getattr(config, "residual_multiplier", 1.0),
         logit_scale=getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0),
         norm_bias=packer.hold_tensor(torch.zeros(embedding.shape[1])) if family.norms.are_layer_norms else None,

@@ -68,9 +68,11 @@ class DecoderFamily:
             return type(module) is nn.Embedding
         return type(module).__module__ == type(decoder).__module__ and isinstance(module, nn.Embedding)
 
-    def read_embedding_scale(self, module: Any) -> float:
-        """Read the factor of the embeddings that their module applies."""
-        return float(module.embed_scale.to(module.weight.dtype)) if self.has_scaled_embedding else 1.0
+    def read_embedding_scale(self, module: Any, config: Any) -> float:
+        """Read the factor of the embeddings from their module, or from a text config."""
+        if self.has_scaled_embedding:
+            return float(module.embed_scale.to(module.weight.dtype))
+        return float(getattr(config, "embedding_multiplier", 1.0))
 
     def make_rotary_tables(self, module: Any) -> RotaryTables:
         """Make the tables of a rotary module."""

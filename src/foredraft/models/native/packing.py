@@ -28,7 +28,9 @@ class DecoderPacker:
     weights: list[PackedWeight] = field(default_factory=list)
     tensors: list[Tensor] = field(default_factory=list)
 
-    def build_layer(self, block: Any, sliding_window: int | None, family: DecoderFamily = LLAMA, rotary: int = 0) -> LayerRecord:
+    def build_layer(
+        self, block: Any, sliding_window: int | None, family: DecoderFamily = LLAMA, rotary: int = 0
+    ) -> LayerRecord:
         """Pack a layer.
 
         Args:
