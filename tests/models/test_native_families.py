@@ -114,6 +114,28 @@ def test_every_family_that_differs_from_llama_is_here() -> None:
     }
 
 
+REFUSED = {
+    "attention to later tokens": lambda: hf.Gemma2Config(**WIDE, head_dim=16, use_bidirectional_attention=True),
+    "rotary factors that change with the sequence length": lambda: hf.Gemma3TextConfig(
+        **WIDE, head_dim=16,
+        rope_parameters={"sliding_attention": LINEAR | {"rope_type": "dynamic"}, "full_attention": LINEAR},
+    ),
+    "the activation relu": lambda: hf.Gemma2Config(**WIDE, head_dim=16, hidden_activation="relu"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_what_the_native_code_does_not_compute_is_refused(reason: str) -> None:
+    assert explain_unsupported(hf.AutoModelForCausalLM.from_config(REFUSED[reason]())) == reason
+
+
+def test_replaced_embeddings_are_refused() -> None:
+    """Gemma's own module of embeddings multiplies them, and another one may do anything."""
+    model = copy.deepcopy(make_original("gemma2", torch.float32))
+    model.model.embed_tokens = nn.Embedding(TINY["vocab_size"], WIDE["hidden_size"])
+    assert explain_unsupported(model) == "embeddings that were replaced"
+
+
 @EACH
 @EACH_TYPE
 def test_logits_are_those_of_transformers(name: str, dtype: torch.dtype) -> None:

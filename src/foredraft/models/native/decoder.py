@@ -51,6 +51,8 @@ def explain_unsupported(model: Any) -> str | None:
         return reason
     stack = CausalStack.from_model(model)
     blocks = stack.decoder.layers
+    if not all(block.self_attn.is_causal for block in blocks):
+        return "attention to later tokens"
     linears = [m for block in blocks for m in family.list_projections(block)]
     if not all(type(m) in (nn.Linear, GridLinear) for m in [*linears, stack.head]):
         return "linear layers that were replaced"
