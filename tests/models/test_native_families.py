@@ -17,6 +17,7 @@ import transformers as hf
 from torch import Tensor, nn
 
 from foredraft.drafters.common.target_access import get_packed_lm_head, scale_output_matrix
+from foredraft.kernels.cpu.library import INSTRUCTION_SETS
 from foredraft.models.forward_batch import AFTER_FINAL_NORM
 from foredraft.models.hf import HFModel
 from foredraft.models.native.decoder import explain_unsupported
@@ -25,7 +26,7 @@ from foredraft.tree import TokenTree
 from tests.models.test_families import _boundaries, random_tree
 from tests.models.test_native_decoder import as_right
 from tests.support.families import ALTERNATING, EXACT, SLIDING, TINY, PagedModel, compute_reference, tokens
-from tests.support.library_setups import NATIVE
+from tests.support.library_setups import NATIVE, THREAD_SETUPS, use_library
 
 pytestmark = NATIVE
 
@@ -187,6 +188,19 @@ def test_every_node_of_a_tree_has_the_bits_of_its_own_sequence(name: str, dtype:
             path.insert(0, parents[path[0]])
         sequence = prefix + [ids[n] for n in path]
         assert torch.equal(logits[node], PagedModel(lm).read({0: sequence})[-1]), f"node {node}"
+
+
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
+@pytest.mark.parametrize("name", ["olmo2, many heads, odd sizes", "gemma2", "cohere2"])
+def test_every_instruction_set_and_team(instruction_set: str, name: str) -> None:
+    """Norms over all heads, branches, caps and parallel layers have steps of their own between barriers."""
+    lm = make_native(name, torch.float32)
+    with use_library(instruction_set):
+        logits = PagedModel(lm).read({0: IDS})
+    as_right(logits, *(compute_reference(make(name, torch.float32), IDS) for make in (make_original, make_exact)))
+    for team in THREAD_SETUPS[1:]:
+        with use_library(instruction_set, team):
+            assert torch.equal(PagedModel(lm).read({0: IDS}), logits)
 
 
 @EACH
