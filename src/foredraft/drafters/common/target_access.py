@@ -124,15 +124,21 @@ def get_packed_lm_head(target: HFModel) -> PackedWeight | None:
 
     None if the target does not run as native code, or if it scales or caps its logits: use `compute_logits` then.
     """
-    config = target.model.config.get_text_config()
-    is_plain = getattr(config, "logits_scaling", 1.0) == 1.0 and not getattr(config, "final_logit_softcapping", None)
+    is_capped = bool(getattr(target.model.config.get_text_config(), "final_logit_softcapping", None))
+    is_plain = _read_logit_divisor(target) == 1.0 and not is_capped
     return target.fused.head if target.fused is not None and is_plain else None
 
 
 def scale_output_matrix(target: HFModel) -> Tensor:
     """Return the matrix [V, H], in float32, that makes the target's logits without its scaling of logits."""
-    scaling = getattr(target.model.config.get_text_config(), "logits_scaling", None) or 1.0
-    return target.head_weight.float() / scaling
+    return target.head_weight.float() / _read_logit_divisor(target)
+
+
+def _read_logit_divisor(target: HFModel) -> float:
+    """Read the number by which the target divides its logits: that of Granite, or the inverse of Cohere's factor."""
+    config = target.model.config.get_text_config()
+    divisor, factor = (getattr(config, name, None) or 1.0 for name in ("logits_scaling", "logit_scale"))
+    return float(divisor / factor)
 
 
 def derive_block_shape(target: HFModel) -> DraftLayerShape:
