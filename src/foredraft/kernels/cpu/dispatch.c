@@ -138,6 +138,6 @@ int64_t fd_sizeof(int record) { /* numbered as RECORDS in library.py */
                              sizeof(fd_model),     sizeof(fd_pass),        sizeof(fd_attention),
                              sizeof(fd_linear_args), sizeof(fd_encdec_layer), sizeof(fd_encdec),
                              sizeof(fd_settings),  sizeof(fd_sampling),    sizeof(fd_chain),
-                             sizeof(fd_tuning)};
+                             sizeof(fd_tuning),    sizeof(fd_experts)};
     return record < (int)(sizeof sizes / sizeof *sizes) ? sizes[record] : 0;
 }
