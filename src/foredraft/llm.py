@@ -67,6 +67,8 @@ class LLM(CompletionGenerator):
         exact: require that a row's logits have the same bits in every pass, so that greedy and seeded outputs are those
             of plain decoding without near ties. On CPU native code does; on CUDA slower kernels, for dense models.
             Default False.
+        kv_dtype: dtype of the target's keys and values. "int8" halves their memory, with a scale per head and token, on
+            the CPU; it changes the output a little, and drafts change it no further. Default "auto" = the target's own.
 
     Raises:
         ForedraftError: one line that says what to do.
@@ -97,6 +99,7 @@ class LLM(CompletionGenerator):
         lora: str | Path | None = None,
         shares_weights_of: "LLM | None" = None,
         exact: bool = False,
+        kv_dtype: str = "auto",
     ) -> None:
         check_process()
         self._named_rule = parse_rule(drafter, verify)
@@ -105,6 +108,7 @@ class LLM(CompletionGenerator):
             model, dtype=dtype, quantization=quantization, device=device, tokenizer=tokenizer,
             max_model_len=max_model_len, fused=fused, revision=revision, tensor_parallel_size=tensor_parallel_size,
             lora=lora, sharer=None if shares_weights_of is None else shares_weights_of.target, exact=exact,
+            kv_dtype=kv_dtype,
         )  # fmt: skip
         self.target, self.tokenizer = loaded.model, loaded.tokenizer
         self.builtin, self.fused = loaded.builtin, loaded.fused

@@ -12,6 +12,7 @@ from foredraft.files.hub import find_revision
 from foredraft.kernels.cpu.library import load_library
 from foredraft.kernels.quantize import check_quantization
 from foredraft.models.hf import HFModel
+from foredraft.models.kv_dtype import AUTO, apply_kv_dtype, check_kv_dtype
 from foredraft.models.loading import check_cpu_dtype, load_model, load_tokenizer, parse_device, read_vocab_size
 from foredraft.models.lora import merge_lora
 from foredraft.models.wrap import explain_unsupported_model, wrap_model
@@ -45,6 +46,7 @@ def load_target(
     lora: str | Path | None = None,
     sharer: HFModel | None = None,
     exact: bool = False,
+    kv_dtype: str = "auto",
 ) -> LoadedTarget:
     """Load a target; arguments as of `LLM`, whose `shares_weights_of` is `sharer`.
 
@@ -54,8 +56,11 @@ def load_target(
     if lora is not None or sharer is not None:
         _check_shared_load(model, tensor_parallel_size)
     if isinstance(model, HFModel):
+        if kv_dtype != AUTO:
+            raise ForedraftError("a target that was loaded before keeps its keys and values; leave kv_dtype out")
         return _reuse_target(model, max_model_len, tokenizer, exact)
     check_quantization(quantization)
+    check_kv_dtype(kv_dtype, tensor_parallel_size)
     check_options(tensor_parallel_size, quantization, fused, exact)
     _check_types(max_model_len, tokenizer, exact)
     builtin = zoo.resolve_target(model)
@@ -87,9 +92,9 @@ def load_target(
     reason = explain_unsupported_model(loaded) if fused and load_library() is not None else None
     if reason is not None:
         raise ForedraftError(f"{name} cannot run as native code ({reason}); leave fused out")
-    is_fused = is_ours or quantization is not None or exact if fused is None else fused
+    is_fused = is_ours or quantization is not None or exact or kv_dtype != AUTO if fused is None else fused
     target = wrap_model(loaded, name, is_fused, is_ours, quantization, sharer, exact)
-    target = target.with_context(max_model_len)
+    target = apply_kv_dtype(target, kv_dtype).with_context(max_model_len)
     return LoadedTarget(target, tokenizer, builtin, fused is not False)
 
 

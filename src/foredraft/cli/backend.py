@@ -287,6 +287,7 @@ def load_llm(
         lora=lora,
         shares_weights_of=base,
         exact=options.exact,
+        kv_dtype=options.kv_dtype,
     )
 
 

@@ -195,6 +195,10 @@ class ModelOptions:
     no_fused: Annotated[
         bool, _make_option("Run the model's PyTorch modules, not the native CPU code.", "--no-fused", panel="Model")
     ] = False
+    kv_dtype: Annotated[
+        str,
+        _make_option("Dtype of the target's keys and values: auto, or int8 for half the memory on CPU.", panel="Model"),
+    ] = "auto"
     exact: Annotated[
         bool, _make_option("Require the same bits with drafts and without; slower on a GPU.", "--exact", panel="Model")
     ] = False

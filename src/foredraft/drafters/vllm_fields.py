@@ -42,7 +42,7 @@ MISSING_FIELDS: Mapping[str, MissingField] = {
     "use_heterogeneous_vocab": MissingField("only the method draft_model takes another vocabulary", (False,)),
     "code_revision": MissingField("code that comes with a model is never run; leave it out"),
     "draft_load_config": MissingField("weights are read from safetensors; leave it out"),
-    "kv_cache_dtype": MissingField("the KV cache has the model's dtype; leave it out", ("auto",)),
+    "kv_cache_dtype": MissingField("a drafter's KV cache has its own dtype; leave it out", ("auto",)),
     "moe_backend": MissingField(_KERNELS, ("auto",)),
     "attention_backend": MissingField(_KERNELS, ("auto",)),
     "enforce_eager": MissingField("there are no CUDA graphs to turn off; leave it out", (True, False)),

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from foredraft.errors import ForedraftError
-from foredraft.kernels.cpu.library import AttentionRecord, load_library
+from foredraft.kernels.cpu.library import KV_KINDS, AttentionRecord, load_library
 from foredraft.kernels.rows import PackedRows
 
 HEAD_DIM_MULTIPLE = 16  # head widths are whole vectors
@@ -46,7 +46,7 @@ def attend(
         query.shape[1],
         keys.shape[1],
         query.shape[2],
-        keys.dtype == torch.bfloat16,
+        KV_KINDS[keys.dtype],
         sliding,
         scale,
         softcap,

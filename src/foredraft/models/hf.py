@@ -193,6 +193,8 @@ class HFModel(ModelFacts):
 
     def bytes_per_token(self) -> int:
         """Return the KV bytes of one token. The engine sizes its pool by them."""
+        if self.fused is not None:
+            return self.fused.kv_bytes_per_token
         return self.kv_elements_per_token * int(self.model.dtype.itemsize)
 
     def forward(self, forward_batch: ForwardBatch, hidden_layers: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:

@@ -72,6 +72,7 @@ ENGINE = EngineTable(
         "revision": no_flag("convert a folder with that revision"),
         "tokenizer": no_flag("it is part of the GGUF file"),
         "kv_memory": no_flag("the KV cache has --ctx-size tokens"),
+        "kv_dtype": no_flag("--cache-type-k q8_0 --cache-type-v q8_0 is near, with a scale for 32 numbers"),
         "exact": no_flag("llama.cpp makes no such promise"),
         "no_fused": no_flag("llama.cpp has kernels of its own"),
         "access_log": no_flag("llama-server logs every request"),

@@ -63,6 +63,7 @@ ENGINE = EngineTable(
         "quantization": no_flag(
             "it rounds weights in another way there: --quantization fp8, or a quantised checkpoint"
         ),
+        "kv_dtype": no_flag("it has no int8 keys and values; --kv-cache-dtype fp8_e5m2 is near"),
         "exact": no_flag("--enable-deterministic-inference comes near; drafts may still change a bit"),
         "no_fused": no_flag("SGLang has kernels of its own; --disable-cuda-graph runs without CUDA graphs"),
         "access_log": no_flag("SGLang logs requests with --log-requests"),

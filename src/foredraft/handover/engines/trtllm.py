@@ -45,6 +45,7 @@ ENGINE = EngineTable(
         "kv_memory": no_flag("TensorRT-LLM takes a share of the free memory: --free_gpu_memory_fraction"),
         "device": no_flag("TensorRT-LLM needs CUDA"),
         "quantization": no_flag("give a checkpoint that NVIDIA's Model Optimizer has quantised"),
+        "kv_dtype": no_flag("kv_cache_config.dtype in its options has fp8"),
         "exact": no_flag("TensorRT-LLM makes no such promise"),
         "no_fused": no_flag("TensorRT-LLM has kernels of its own"),
         "access_log": no_flag("see --log_level"),

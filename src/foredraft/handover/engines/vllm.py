@@ -74,6 +74,7 @@ ENGINE = EngineTable(
         "quantization": no_flag(
             "it rounds weights in another way there: give a quantised checkpoint, or --quantization fp8"
         ),
+        "kv_dtype": no_flag("it has no int8 keys and values; --kv-cache-dtype fp8 is near on a GPU"),
         "exact": no_flag("VLLM_BATCH_INVARIANT=1 in its environment comes near; drafts may still change a bit"),
         "no_fused": no_flag("vLLM has kernels of its own; --enforce-eager runs without CUDA graphs"),
         "request_timeout": no_flag("set it in the client or in a proxy"),

@@ -7,6 +7,7 @@
 #define FD_ATTENTION_H
 
 #include "foredraft.h"
+#include "kv.h"
 #include "simd.h"
 
 #define KEY_BLOCK 16    /* keys scored at a time */
@@ -33,13 +34,9 @@ INLINE void find_slots(const fd_rows *rows, int row, int from, int to, int32_t *
 }
 
 /* Consecutive keys are cache lines apart, and the processor does not predict the next address. */
-INLINE void prefetch_head(const void *p, long at, int dim, int has_bf16) {
-    const char *first = (const char *)p + at * (has_bf16 ? 2 : 4);
-    for (int i = 0; i < dim * (has_bf16 ? 2 : 4); i += 64) __builtin_prefetch(first + i);
-}
-
-INLINE vf load_kv(const void *p, long i, int has_bf16) {
-    return has_bf16 ? load_bf16((const uint16_t *)p + i) : load((const float *)p + i);
+INLINE void prefetch_head(const void *p, long at, int dim, const int kind) {
+    const char *first = (const char *)p + at * number_bytes(kind);
+    for (int i = 0; i < dim * number_bytes(kind); i += 64) __builtin_prefetch(first + i);
 }
 
 /* [16] sums of the lanes of 16 vectors. */
@@ -67,15 +64,15 @@ INLINE void reduce_sum_16(vf *v, float *to) {
 
 /* Scores of KEY_BLOCK keys for G query heads. */
 INLINE void score_keys(const float *q, const void *keys, const int32_t *slots, int count, long stride, long head,
-                       int dim, int has_bf16, float *to, long to_stride, const int G) {
+                       int dim, const int kind, float *to, long to_stride, const int G) {
     vf part[HEAD_BLOCK][KEY_BLOCK];
     for (int i = 0; i < KEY_BLOCK; i++) {
         long at = slots[i < count ? i : count - 1] * stride + head;
-        if (i + KEY_BLOCK < count) prefetch_head(keys, slots[i + KEY_BLOCK] * stride + head, dim, has_bf16);
+        if (i + KEY_BLOCK < count) prefetch_head(keys, slots[i + KEY_BLOCK] * stride + head, dim, kind);
         vf acc[HEAD_BLOCK];
         _Pragma("GCC unroll 4") for (int g = 0; g < G; g++) acc[g] = (vf){0};
         for (int d = 0; d < dim; d += LANES) {
-            vf k = load_kv(keys, at + d, has_bf16);
+            vf k = load_kv(keys, at + d, kind);
             _Pragma("GCC unroll 4") for (int g = 0; g < G; g++) acc[g] = multiply_add(k, load(q + g * dim + d), acc[g]);
         }
         _Pragma("GCC unroll 4") for (int g = 0; g < G; g++) part[g][i] = acc[g];
@@ -85,15 +82,15 @@ INLINE void score_keys(const float *q, const void *keys, const int32_t *slots, i
 
 /* Weighted sum of the values, for G query heads and V vectors of columns. */
 INLINE void sum_values(const float *weight, long weight_stride, const void *values, const int32_t *slots, int count,
-                       long stride, long head, int has_bf16, float *to, int dim, const int G, const int V) {
+                       long stride, long head, const int kind, float *to, int dim, const int G, const int V) {
     vf acc[HEAD_BLOCK * VALUE_BLOCK / LANES];
     _Pragma("GCC unroll 16") for (int i = 0; i < G * V; i++) acc[i] = (vf){0};
     for (int r = 0; r < count; r++) {
         long at = slots[r] * stride + head;
         if (r + PREFETCH_KEYS < count)
-            prefetch_head(values, slots[r + PREFETCH_KEYS] * stride + head, V * LANES, has_bf16);
+            prefetch_head(values, slots[r + PREFETCH_KEYS] * stride + head, V * LANES, kind);
         _Pragma("GCC unroll 16") for (int j = 0; j < V; j++) {
-            vf v = load_kv(values, at + j * LANES, has_bf16);
+            vf v = load_kv(values, at + j * LANES, kind);
             _Pragma("GCC unroll 4") for (int g = 0; g < G; g++)
                 acc[g * V + j] = multiply_add(v, broadcast(weight[g * weight_stride + r]), acc[g * V + j]);
         }
@@ -156,15 +153,15 @@ INLINE void softmax_of_head(const fd_attention *a, const fd_rows *rows, int row,
 
 #define SCORE(G)                                                                                                       \
     case G:                                                                                                            \
-        score_keys(q, a->keys, slots + i, count - i, stride, head, dim, has_bf16, weight + g * ranks + i, ranks, G);   \
+        score_keys(q, a->keys, slots + i, count - i, stride, head, dim, kind, weight + g * ranks + i, ranks, G);   \
         break;
 #define SUM_VALUES(G)                                                                                                  \
     case G:                                                                                                            \
         if (dim - d >= VALUE_BLOCK)                                                                                    \
-            sum_values(weight + g * ranks, ranks, a->values, slots, count, stride, head + d, has_bf16, out + d, dim, G,\
+            sum_values(weight + g * ranks, ranks, a->values, slots, count, stride, head + d, kind, out + d, dim, G,\
                    VALUE_BLOCK / LANES);                                                                               \
         else                                                                                                           \
-            sum_values(weight + g * ranks, ranks, a->values, slots, count, stride, head + d, has_bf16, out + d, dim, G,\
+            sum_values(weight + g * ranks, ranks, a->values, slots, count, stride, head + d, kind, out + d, dim, G,\
                    16 / LANES);                                                                                        \
         break;
 
@@ -182,13 +179,20 @@ INLINE row_view view_row(const fd_attention *a, const fd_rows *rows, int row, in
     long ranks = (count + KEY_BLOCK - 1) / KEY_BLOCK * KEY_BLOCK;
     int32_t *slots = (int32_t *)scratch;
     find_slots(rows, row, from, length, slots);
-    return (row_view){.group = a->heads / a->kv_heads, .count = count, .stride = (long)a->kv_heads * a->head_dim,
+    return (row_view){.group = a->heads / a->kv_heads, .count = count,
+                   .stride = slot_stride(a->kv_kind, a->kv_heads, a->head_dim),
                    .head = (long)kv_head * a->head_dim, .ranks = ranks, .slots = slots,
                    .weight = (float *)(slots + ranks)};
 }
 
+/* Multiplies an entry for every key by the key's scale in an int8 pool. */
+INLINE void apply_scales(const fd_attention *a, const void *pool, const int32_t *slots, int count, int kv_head,
+                         float *s) {
+    for (int i = 0; i < count; i++) s[i] *= *head_scale(pool, slots[i], a->kv_heads, a->head_dim, kv_head);
+}
+
 INLINE void attend_float(const fd_attention *a, const fd_rows *rows, int row, int kv_head, char *scratch,
-                      const int has_bf16) {
+                      const int kind) {
     const row_view v = view_row(a, rows, row, kv_head, scratch);
     const long stride = v.stride, head = v.head, ranks = v.ranks;
     const int dim = a->head_dim, count = v.count;
@@ -201,8 +205,12 @@ INLINE void attend_float(const fd_attention *a, const fd_rows *rows, int row, in
         for (int i = 0; i < count; i += KEY_BLOCK) {
             switch (heads) { SCORE(1) SCORE(2) SCORE(3) SCORE(4) }
         }
-        for (int h = 0; h < heads; h++)
-            softmax_of_head(a, rows, row, kv_head * v.group + g + h, weight + (g + h) * ranks, count);
+        for (int h = 0; h < heads; h++) {
+            float *s = weight + (g + h) * ranks;
+            if (kind == FD_KV_INT8) apply_scales(a, a->keys, slots, count, kv_head, s);
+            softmax_of_head(a, rows, row, kv_head * v.group + g + h, s, count);
+            if (kind == FD_KV_INT8) apply_scales(a, a->values, slots, count, kv_head, s);
+        }
         for (int d = 0; d < dim; d += dim - d >= VALUE_BLOCK ? VALUE_BLOCK : 16) {
             switch (heads) { SUM_VALUES(1) SUM_VALUES(2) SUM_VALUES(3) SUM_VALUES(4) }
         }
@@ -216,7 +224,7 @@ INLINE void score_keys_bf16(const uint16_t *q, const uint16_t *keys, const int32
     vf part[HEAD_BLOCK][KEY_BLOCK];
     for (int i = 0; i < KEY_BLOCK; i++) {
         const uint32_t *k = (const uint32_t *)(keys + slots[i < count ? i : count - 1] * stride + head);
-        if (i + KEY_BLOCK < count) prefetch_head(keys, slots[i + KEY_BLOCK] * stride + head, dim, 1);
+        if (i + KEY_BLOCK < count) prefetch_head(keys, slots[i + KEY_BLOCK] * stride + head, dim, FD_KV_BF16);
         vf acc[HEAD_BLOCK];
         _Pragma("GCC unroll 4") for (int g = 0; g < G; g++) acc[g] = (vf){0};
         for (int d = 0; d < dim / 2; d += LANES) {
@@ -238,8 +246,8 @@ INLINE void sum_values_bf16(const uint16_t *weight, long weight_stride, const ui
         const uint16_t *a = values + slots[r] * stride + head;
         const uint16_t *b = values + slots[r + 1 < count ? r + 1 : r] * stride + head;
         if (r + PREFETCH_KEYS + 1 < count) {
-            prefetch_head(values, slots[r + PREFETCH_KEYS] * stride + head, V * LANES, 1);
-            prefetch_head(values, slots[r + PREFETCH_KEYS + 1] * stride + head, V * LANES, 1);
+            prefetch_head(values, slots[r + PREFETCH_KEYS] * stride + head, V * LANES, FD_KV_BF16);
+            prefetch_head(values, slots[r + PREFETCH_KEYS + 1] * stride + head, V * LANES, FD_KV_BF16);
         }
         _Pragma("GCC unroll 4") for (int j = 0; j < V; j += 2) {
             __m512i x = _mm512_loadu_si512(a + j * LANES), y = _mm512_loadu_si512(b + j * LANES);
@@ -311,13 +319,14 @@ static void attend_bf16(const fd_attention *a, const fd_rows *rows, int row, int
 
 static void attend(const fd_attention *a, const fd_rows *rows, int row, int kv_head, char *scratch) {
 #ifdef __AVX512BF16__
-    if (a->has_bf16_kv && a->head_dim % 32 == 0) {
+    if (a->kv_kind == FD_KV_BF16 && a->head_dim % 32 == 0) {
         attend_bf16(a, rows, row, kv_head, scratch);
         return;
     }
 #endif
-    if (a->has_bf16_kv) attend_float(a, rows, row, kv_head, scratch, 1);
-    else attend_float(a, rows, row, kv_head, scratch, 0);
+    if (a->kv_kind == FD_KV_INT8) attend_float(a, rows, row, kv_head, scratch, FD_KV_INT8);
+    else if (a->kv_kind == FD_KV_BF16) attend_float(a, rows, row, kv_head, scratch, FD_KV_BF16);
+    else attend_float(a, rows, row, kv_head, scratch, FD_KV_F32);
 }
 
 #endif

@@ -11,6 +11,7 @@
 #include "activation.h"
 #include "attention.h"
 #include "foredraft.h"
+#include "kv.h"
 #include "linear.h"
 #include "norm.h"
 #include "simd.h"
@@ -22,7 +23,7 @@ INLINE char *align(char *p) { return (char *)(((uintptr_t)p + 63) & ~(uintptr_t)
 INLINE long max_long(long a, long b) { return a > b ? a : b; }
 
 typedef struct {
-    int hidden, heads, kv_heads, head_dim, inner, has_bf16_kv, has_branch;
+    int hidden, heads, kv_heads, head_dim, inner, kv_kind, has_branch;
     float eps;
     long input_bytes; /* largest row of an input of a product */
     long score_bytes; /* attention's scratch memory per member */
@@ -132,14 +133,6 @@ static void add_branch(decoder *d, fd_team *team, fd_norm norm) {
     fd_barrier(team);
 }
 
-static void store_kv(void *to, long at, const float *x, int n, int has_bf16) {
-    if (!has_bf16) {
-        memcpy((float *)to + at, x, (size_t)n * 4);
-        return;
-    }
-    for (int i = 0; i < n; i += LANES) store_bf16((uint16_t *)to + at + i, load(x + i));
-}
-
 /* Writes one head of one row of `qkv`: a query to `attention`, a key or value to the row's slot. */
 static void store_head(const decoder *d, int layer, int row, int head) {
     const decoder_shape *s = &d->shape;
@@ -149,9 +142,9 @@ static void store_head(const decoder *d, int layer, int row, int head) {
         memcpy(d->attention + row * attention_width(s) + (long)head * s->head_dim, x, (size_t)s->head_dim * 4);
         return;
     }
-    long slot = (long)d->rows->write_slots[row] * s->kv_heads + kv_head - is_value * s->kv_heads;
     void *pool = is_value ? d->pass->values[layer] : d->pass->keys[layer];
-    store_kv(pool, slot * s->head_dim, x, s->head_dim, s->has_bf16_kv);
+    store_head_kv(pool, s->kv_kind, d->rows->write_slots[row], s->kv_heads, s->head_dim,
+                  kv_head - is_value * s->kv_heads, x);
 }
 
 /* Arguments of attention over these keys and values. Only one work item reads a query, so the result replaces it. */
@@ -159,7 +152,7 @@ static fd_attention attention_over(const decoder *d, const void *keys, const voi
     const decoder_shape *s = &d->shape;
     return (fd_attention){.query = d->attention, .keys = keys, .values = values, .out = d->attention,
                           .heads = s->heads, .kv_heads = s->kv_heads, .head_dim = s->head_dim,
-                          .has_bf16_kv = s->has_bf16_kv, .scale = scale};
+                          .kv_kind = s->kv_kind, .scale = scale};
 }
 
 /* Attention of every row over the keys of `visible`, then the output projection. */

@@ -37,7 +37,7 @@ static decoder_shape decoder_only_shape(const fd_model *m, const fd_rows *rows) 
         if (l->experts) experts = max_long(experts, expert_bytes(l->experts, rows->num_rows));
     }
     return (decoder_shape){.hidden = m->hidden, .heads = m->heads, .kv_heads = m->kv_heads, .head_dim = m->head_dim,
-                           .inner = m->inner, .has_bf16_kv = m->has_bf16_kv, .has_branch = has_branches(m),
+                           .inner = m->inner, .kv_kind = m->kv_kind, .has_branch = has_branches(m),
                            .eps = m->eps, .input_bytes = bytes, .expert_bytes = experts,
                            .score_bytes = attention_scratch(rows, m->heads / m->kv_heads)};
 }

@@ -24,7 +24,7 @@ static decoder_shape encdec_shape(const fd_encdec *m, const fd_rows *rows, const
         bytes = max_long(bytes, max_long(row_bytes(&l->mlp_in), row_bytes(&l->mlp_out)));
     }
     return (decoder_shape){.hidden = m->hidden, .heads = m->heads, .kv_heads = m->heads, .head_dim = m->head_dim,
-                           .inner = m->inner, .has_bf16_kv = m->has_bf16_kv, .eps = m->eps, .input_bytes = bytes,
+                           .inner = m->inner, .kv_kind = m->kv_kind, .eps = m->eps, .input_bytes = bytes,
                            .score_bytes = max_long(attention_scratch(rows, 1), attention_scratch(sources, 1))};
 }
 

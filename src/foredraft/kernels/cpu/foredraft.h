@@ -8,6 +8,7 @@
 
 enum { FD_BF16, FD_F32, FD_INT8, FD_INT4 };
 enum { FD_SILU, FD_GELU_TANH, FD_RELU, FD_GELU, FD_CLAMPED }; /* a gated MLP has one of the first two */
+enum { FD_KV_F32, FD_KV_BF16, FD_KV_INT8 };       /* formats of keys and values: kv.h */
 enum { FD_EMBEDDED, FD_JOINED, FD_PAIRED };       /* fd_model.input_kind */
 enum { FD_ROTARY, FD_LOCAL_ROTARY, FD_NO_ROTARY }; /* fd_layer.positions */
 enum { FD_AFTER_FINAL_NORM = -1 };                /* hidden layer after the final norm; others are layer boundaries */
@@ -59,7 +60,7 @@ typedef struct {
  * JOINED: a product of both, concatenated. PAIRED: the input, or its norm; the first layer's attention is twice as wide
  * as the others' and reads the embedding normed by attention_norm and the input normed by input_norm. */
 typedef struct {
-    int32_t layers, hidden, heads, kv_heads, head_dim, rotary, inner, activation, has_bf16_kv, has_bf16_embedding;
+    int32_t layers, hidden, heads, kv_heads, head_dim, rotary, inner, activation, kv_kind, has_bf16_embedding;
     int32_t input_kind, norm_before_residual;
     int32_t is_parallel;         /* the MLP reads the residual stream before the attention's output is added */
     int32_t has_joint_head_norm; /* q_norm is [heads * head_dim], k_norm [kv_heads * head_dim] */
@@ -92,7 +93,7 @@ typedef struct {
     const float *query; /* [num_rows, heads, head_dim] */
     const void *keys, *values;
     float *out; /* [num_rows, heads, head_dim] */
-    int32_t heads, kv_heads, head_dim, has_bf16_kv, sliding_window;
+    int32_t heads, kv_heads, head_dim, kv_kind, sliding_window;
     float scale, softcap;
     const float *bias;    /* [heads, max_distance + 1] or NULL: bias of keys max_distance, ..., 0 positions back */
     int32_t max_distance; /* keys further back have entry 0 */
@@ -115,7 +116,7 @@ typedef struct {
 
 /* The decoder, or the encoder, of an encoder-decoder model. */
 typedef struct {
-    int32_t layers, hidden, heads, head_dim, inner, activation, is_gated, is_post_norm, has_bf16_kv, max_distance;
+    int32_t layers, hidden, heads, head_dim, inner, activation, is_gated, is_post_norm, kv_kind, max_distance;
     int32_t is_encoder; /* rows see all rows of their own source and nothing else; no logits */
     float eps, scale, logit_scale;
     fd_norm norm; /* final norm; its weight may be NULL */

@@ -18,6 +18,7 @@ from foredraft.kernels.cpu import build
 from foredraft.kernels.cpu.openmp import share_threads
 
 KERNELS_VARIABLE = "FOREDRAFT_KERNELS"  # name of an instruction set, or "torch" for no native kernels
+KV_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}  # formats of keys and values, as in foredraft.h
 ROW_CLASSES = 3  # of tunings: products of 1 row, of 2 to 4, of more
 INSTRUCTION_SETS = (*build.list_machine_sets(), "portable")  # of this architecture, the best first
 TILE_SET = "amx"
@@ -94,7 +95,7 @@ class ModelRecord(ctypes.Structure):
 
     _fields_ = (
         *((name, c_int32) for name in "layers hidden heads kv_heads head_dim rotary inner activation".split()),
-        ("has_bf16_kv", c_int32),
+        ("kv_kind", c_int32),
         ("has_bf16_embedding", c_int32),
         ("input_kind", c_int32),
         ("norm_before_residual", c_int32),
@@ -136,7 +137,7 @@ class AttentionRecord(ctypes.Structure):
         ("keys", c_void_p),
         ("values", c_void_p),
         ("out", c_void_p),
-        *((name, c_int32) for name in "heads kv_heads head_dim has_bf16_kv sliding_window".split()),
+        *((name, c_int32) for name in "heads kv_heads head_dim kv_kind sliding_window".split()),
         ("scale", c_float),
         ("softcap", c_float),
         ("bias", c_void_p),
@@ -167,7 +168,7 @@ class Seq2SeqRecord(ctypes.Structure):
 
     _fields_ = (
         *((name, c_int32) for name in "layers hidden heads head_dim inner activation".split()),
-        *((name, c_int32) for name in "is_gated is_post_norm has_bf16_kv max_distance is_encoder".split()),
+        *((name, c_int32) for name in "is_gated is_post_norm kv_kind max_distance is_encoder".split()),
         *((name, c_float) for name in "eps scale logit_scale".split()),
         ("norm", NormRecord),
         ("layer", POINTER(Seq2SeqLayerRecord)),

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from foredraft.kernels.arena import Arena
 from foredraft.kernels.cpu.library import (
+    KV_KINDS,
     NativeLibrary,
     NormRecord,
     PassRecord,
@@ -218,7 +219,7 @@ class Seq2SeqPacker:
             activation=ACTIVATIONS[shape.activation_name],
             is_gated=shape.is_gated,
             is_post_norm=shape.is_post_norm,
-            has_bf16_kv=has_bf16,
+            kv_kind=KV_KINDS[torch.bfloat16 if has_bf16 else torch.float32],
             max_distance=len(biases[0]) - 1 if biases else 0,
             eps=decoder.blocks[0].self_norm.eps,
             scale=shape.scale,

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from foredraft.kernels.cpu.library import (
+    KV_KINDS,
     NativeLibrary,
     NormRecord,
     PassRecord,
@@ -92,7 +93,7 @@ class NativeEncoder:
             activation=ACTIVATIONS[shape.activation_name],
             is_gated=shape.is_gated,
             is_post_norm=shape.is_post_norm,
-            has_bf16_kv=model.dtype == torch.bfloat16,
+            kv_kind=KV_KINDS[model.dtype],
             max_distance=len(encoder.position_biases[0]) // 2 if encoder.position_biases else 0,
             is_encoder=True,
             eps=encoder.blocks[0].self_norm.eps,

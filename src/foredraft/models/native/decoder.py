@@ -6,7 +6,7 @@ team once, from the embeddings to the logits. Other models run transformers' mod
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from threading import Lock
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from foredraft.kernels.cpu.library import (
+    KV_KINDS,
     LayerRecord,
     ModelRecord,
     NativeLibrary,
@@ -31,6 +32,7 @@ from foredraft.models.native.packing import ACTIVATIONS, LANES, DecoderPacker, P
 from foredraft.models.native.rotary import RotaryTables
 
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # rope types whose factors do not depend on the sequence length
+SCALE_BYTES = 4  # of the scale of a head's keys or values in int8
 MIN_ROTARY_POSITIONS = 1024  # positions of the first rotary table
 
 
@@ -105,6 +107,7 @@ class NativeDecoder:
     vocab_size: int  # number of input tokens
     rotary_tables: RotaryTables
     num_positions: int = 0  # positions in the record's rotary table
+    owner: ModelRecord | None = None  # keeps the layers alive to which a copied record points
     _free_scratch: list[Tensor] = field(default_factory=list)
     _rotary_lock: Lock = field(default_factory=Lock)
 
@@ -154,6 +157,21 @@ class NativeDecoder:
     def head(self) -> PackedWeight:
         """Packed head, which drafters may share."""
         return self.weights[-1]
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of the keys and values of one token."""
+        return sum(2 * sample.shape[1] * sample.shape[2] * sample.element_size() for sample in self.kv_samples)
+
+    def with_int8_kv(self) -> "NativeDecoder":
+        """Return a decoder with the same weights that stores keys and values in int8, with a scale per head."""
+        record = ModelRecord.from_buffer_copy(self.record)
+        record.kv_kind = KV_KINDS[torch.int8]
+        sample = torch.empty(0, record.kv_heads, record.head_dim + SCALE_BYTES, dtype=torch.int8)
+        return replace(
+            self, record=record, kv_samples=[sample] * record.layers, num_positions=0, owner=self.record,
+            _free_scratch=[], _rotary_lock=Lock(),
+        )  # fmt: skip
 
     def forward(
         self, forward_batch: ForwardBatch, pool: KVPool, hidden_layers: tuple[int, ...]
@@ -265,11 +283,12 @@ def _build_record(
         kv_heads=config.num_key_value_heads,
         head_dim=attention.head_dim,
         rotary=rotary,
-        inner=max(layer.gate_up.n for layer in layers) // 2,
+        # Adapters of early exits may be as wide, so a model of experts alone gets a width too.
+        inner=max(layer.gate_up.n for layer in layers) // 2 or embedding.shape[1],
         is_parallel=family.norms.are_shared,
         has_joint_head_norm=family.norms.have_joint_heads,
         activation=ACTIVATIONS[getattr(config, family.activation)],
-        has_bf16_kv=source.dtype == torch.bfloat16,
+        kv_kind=KV_KINDS[source.dtype],
         has_bf16_embedding=embedding.dtype == torch.bfloat16,
         eps=getattr(norm, family.norms.eps),
         scale=attention.scaling,

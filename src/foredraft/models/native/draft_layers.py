@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from foredraft.kernels.arena import Arena
-from foredraft.kernels.cpu.library import LayerRecord, ModelRecord, load_library
+from foredraft.kernels.cpu.library import KV_KINDS, LayerRecord, ModelRecord, load_library
 from foredraft.kernels.linear import DTYPE_KINDS, PackedWeight
 from foredraft.kv.pool import KVPool
 from foredraft.models.draft_layer import DraftLayerShape, RMSNorm, RotaryEmbedding
@@ -122,7 +122,7 @@ class NativeDraftLayers:
             head_dim=shape.head_dim,
             rotary=shape.head_dim,
             inner=records[0].gate_up.n // 2,
-            has_bf16_kv=dtype == torch.bfloat16,
+            kv_kind=KV_KINDS[dtype],
             has_bf16_embedding=embedding.dtype == torch.bfloat16,
             eps=shape.eps,
             scale=shape.head_dim**-0.5,
