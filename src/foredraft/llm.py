@@ -64,11 +64,10 @@ class LLM(CompletionGenerator):
         lora: folder of a LoRA adapter of PEFT, which is merged into the weights after loading. Default None.
         shares_weights_of: loaded LLM, whose weights are used where this one has equal ones. An adapter then costs the
             memory of the layers that it changes. Default None = no weights are shared.
-        exact: require that a row's logits have the same bits in every pass, so that greedy and seeded outputs are those
-            of plain decoding without near ties. On CPU native code does; on CUDA slower kernels, for dense models.
-            Default False.
-        kv_dtype: dtype of the target's keys and values. "int8" halves their memory, with a scale per head and token, on
-            the CPU; it changes the output a little, and drafts change it no further. Default "auto" = the target's own.
+        exact: require equal bits of a row's logits in every pass, so that greedy and seeded outputs are those of plain
+            decoding without near ties: native code on CPU, slower kernels on CUDA for dense models. Default False.
+        kv_dtype: of the target's keys and values. "int8" halves their memory on CPU and changes the output a little,
+            with drafts as without. Default "auto" = its own.
 
     Raises:
         ForedraftError: one line that says what to do.
@@ -107,8 +106,7 @@ class LLM(CompletionGenerator):
         loaded = load_target(
             model, dtype=dtype, quantization=quantization, device=device, tokenizer=tokenizer,
             max_model_len=max_model_len, fused=fused, revision=revision, tensor_parallel_size=tensor_parallel_size,
-            lora=lora, sharer=None if shares_weights_of is None else shares_weights_of.target, exact=exact,
-            kv_dtype=kv_dtype,
+            lora=lora, sharer=shares_weights_of and shares_weights_of.target, exact=exact, kv_dtype=kv_dtype,
         )  # fmt: skip
         self.target, self.tokenizer = loaded.model, loaded.tokenizer
         self.builtin, self.fused = loaded.builtin, loaded.fused

@@ -12,7 +12,7 @@ from foredraft.files.hub import find_revision
 from foredraft.kernels.cpu.library import load_library
 from foredraft.kernels.quantize import check_quantization
 from foredraft.models.hf import HFModel
-from foredraft.models.kv_dtype import AUTO, apply_kv_dtype, check_kv_dtype
+from foredraft.models.kv_dtype import AUTO, apply_kv_dtype
 from foredraft.models.loading import check_cpu_dtype, load_model, load_tokenizer, parse_device, read_vocab_size
 from foredraft.models.lora import merge_lora
 from foredraft.models.wrap import explain_unsupported_model, wrap_model
@@ -56,12 +56,9 @@ def load_target(
     if lora is not None or sharer is not None:
         _check_shared_load(model, tensor_parallel_size)
     if isinstance(model, HFModel):
-        if kv_dtype != AUTO:
-            raise ForedraftError("a target that was loaded before keeps its keys and values; leave kv_dtype out")
-        return _reuse_target(model, max_model_len, tokenizer, exact)
+        return _reuse_target(model, max_model_len, tokenizer, exact, kv_dtype)
     check_quantization(quantization)
-    check_kv_dtype(kv_dtype, tensor_parallel_size)
-    check_options(tensor_parallel_size, quantization, fused, exact)
+    check_options(tensor_parallel_size, quantization, fused, exact, kv_dtype)
     _check_types(max_model_len, tokenizer, exact)
     builtin = zoo.resolve_target(model)
     name = model if builtin is None else str(zoo.find_target_folder(builtin))
@@ -88,22 +85,31 @@ def load_target(
         return LoadedTarget(parallel.with_context(max_model_len), tokenizer, builtin, fused is not False)
     check_cpu_dtype(loaded)
     is_ours = isinstance(model, (str, Path)) or model is None
-    # If the kernels are missing, load_library warns, and torch runs everything.
-    reason = explain_unsupported_model(loaded) if fused and load_library() is not None else None
-    if reason is not None:
-        raise ForedraftError(f"{name} cannot run as native code ({reason}); leave fused out")
+    _check_fused(loaded, name, fused)
     is_fused = is_ours or quantization is not None or exact or kv_dtype != AUTO if fused is None else fused
     target = wrap_model(loaded, name, is_fused, is_ours, quantization, sharer, exact)
     target = apply_kv_dtype(target, kv_dtype).with_context(max_model_len)
     return LoadedTarget(target, tokenizer, builtin, fused is not False)
 
 
-def _reuse_target(model: HFModel, max_model_len: int | None, tokenizer: Any, exact: bool) -> LoadedTarget:
-    """Return a target that the caller loaded. Raises ForedraftError if it is not `exact`."""
+def _reuse_target(
+    model: HFModel, max_model_len: int | None, tokenizer: Any, exact: bool, kv_dtype: str
+) -> LoadedTarget:
+    """Return a target that the caller loaded. Raises ForedraftError if it is not `exact`, or for a `kv_dtype`."""
+    if kv_dtype != AUTO:
+        raise ForedraftError("a target that was loaded before keeps its keys and values; leave kv_dtype out")
     if exact and not model.is_exact:
         raise ForedraftError(f"{model.name} was loaded without exact=True; load it with it, or leave exact out")
     own_tokenizer = None if tokenizer == AUTO_TOKENIZER else tokenizer
     return LoadedTarget(model.with_context(max_model_len), own_tokenizer, None, False)
+
+
+def _check_fused(model: Any, name: str, fused: bool | None) -> None:
+    """Raise ForedraftError if native code is required and cannot run the model."""
+    # If the kernels are missing, load_library warns, and torch runs everything.
+    reason = explain_unsupported_model(model) if fused and load_library() is not None else None
+    if reason is not None:
+        raise ForedraftError(f"{name} cannot run as native code ({reason}); leave fused out")
 
 
 def _check_types(max_model_len: Any, tokenizer: Any, exact: Any) -> None:

@@ -55,8 +55,7 @@ class BenchOptions:
         bool, _make_option("Run the model's PyTorch modules, not the native CPU code.", "--no-fused", panel="Model")
     ] = False
     kv_dtype: Annotated[
-        str,
-        _make_option("Dtype of the target's keys and values: auto, or int8 for half the memory on CPU.", panel="Model"),
+        str, _make_option("Dtype of keys and values: auto, or int8 for half the memory on CPU.", panel="Model")
     ] = "auto"
     exact: Annotated[
         bool, _make_option("Require the same bits with drafts and without; slower on a GPU.", "--exact", panel="Model")
@@ -98,9 +97,8 @@ class BenchOptions:
     @property
     def llm_options(self) -> dict[str, Any]:
         """Arguments of `LLM` besides model, dtype and device; an option that is not set is left out."""
-        given = {"fused": (False, self.no_fused), "exact": (True, self.exact)}
-        given["kv_dtype"] = (self.kv_dtype, self.kv_dtype != "auto")
-        return {name: value for name, (value, is_given) in given.items() if is_given}
+        switches = ({"fused": False} if self.no_fused else {}) | ({"exact": True} if self.exact else {})
+        return switches | ({} if self.kv_dtype == "auto" else {"kv_dtype": self.kv_dtype})
 
     def set_threads(self) -> int:
         """Set torch's number of CPU threads if --threads is given, and return the number in use."""

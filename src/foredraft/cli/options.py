@@ -107,7 +107,7 @@ class ModelOptions:
     spec_max_model_len: Annotated[
         int | None,
         _make_option(
-            "Longest sequence that the draft model drafts for, in tokens. Default: its context length.", panel="Model"
+            "Longest sequence that the draft model drafts for, in tokens. Default: its context.", panel="Model"
         ),
     ] = None
     spec_vocab: Annotated[
@@ -196,8 +196,7 @@ class ModelOptions:
         bool, _make_option("Run the model's PyTorch modules, not the native CPU code.", "--no-fused", panel="Model")
     ] = False
     kv_dtype: Annotated[
-        str,
-        _make_option("Dtype of the target's keys and values: auto, or int8 for half the memory on CPU.", panel="Model"),
+        str, _make_option("Dtype of keys and values: auto, or int8 for half the memory on CPU.", panel="Model")
     ] = "auto"
     exact: Annotated[
         bool, _make_option("Require the same bits with drafts and without; slower on a GPU.", "--exact", panel="Model")

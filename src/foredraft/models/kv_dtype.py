@@ -10,7 +10,7 @@ AUTO, INT8 = "auto", "int8"
 KV_DTYPES = (AUTO, INT8)
 
 
-def check_kv_dtype(kv_dtype: str, num_processes: int = 1) -> None:
+def check_kv_dtype(kv_dtype: str, num_processes: int) -> None:
     """Raise ForedraftError if the dtype of keys and values is unknown, or impossible with several processes."""
     if kv_dtype not in KV_DTYPES:
         raise ForedraftError(f"unknown kv_dtype {kv_dtype!r:.80}; use {' or '.join(KV_DTYPES)}")

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from foredraft.errors import ForedraftError
+from foredraft.models.kv_dtype import AUTO, check_kv_dtype
 from foredraft.models.loading import parse_device
 from foredraft.models.recurrent.examination import has_recurrent_layers
 
@@ -15,7 +16,9 @@ _ATTENTION_INPUTS = {"q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "qkv
 _SPLIT_BY_HEADS = "colwise"  # style of transformers under which a rank keeps its own heads only
 
 
-def check_options(size: int, quantization: str | None, fused: bool | None, exact: bool = False) -> None:
+def check_options(
+    size: int, quantization: str | None, fused: bool | None, exact: bool = False, kv_dtype: str = AUTO
+) -> None:
     """Check the options that several processes exclude.
 
     Args:
@@ -23,12 +26,14 @@ def check_options(size: int, quantization: str | None, fused: bool | None, exact
         quantization: kind of rounded weights, or None.
         fused: True = native code is required.
         exact: whether the bits of a row must not depend on other rows. Default False.
+        kv_dtype: dtype of keys and values. Default "auto".
 
     Raises:
         ForedraftError: `size` is no number of processes, or an option needs one process.
     """
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
         raise ForedraftError(f"{OPTION} must be a number of processes from 1 up, got {size!r:.80}")
+    check_kv_dtype(kv_dtype, size)
     if size > 1 and quantization is not None:
         raise ForedraftError(f"quantization runs in one process; leave it or {OPTION} out")
     if size > 1 and fused:
