@@ -51,8 +51,7 @@ class LLM(CompletionGenerator):
             A request may name its own: `RequestOptions(verify=...)`.
         num_speculative_tokens: draft length in tokens. Default "auto" = chosen at every step from measured times,
             possibly 0. "2-6" = chosen from 2 to 6; "1:6,8:2,32:0" = by the number of requests in the step.
-        tokenizer: a tokenizer, its folder or hub id, or None. Default "auto" = that of the folder or hub id; none for a
-            loaded model.
+        tokenizer: a tokenizer, its folder or hub id, or None. Default "auto" = that of the folder or hub id.
         limits: sizes of KV memory and steps. Default None = `MemoryLimits()`.
         max_model_len: longest sequence in tokens, prompt and output together. Default None = the model's own.
         revision: branch, tag or commit of a hub id. Default None = its default branch. A drafter has its own.
@@ -105,8 +104,8 @@ class LLM(CompletionGenerator):
         self.limits = limits or MemoryLimits()
         loaded = load_target(
             model, dtype=dtype, quantization=quantization, device=device, tokenizer=tokenizer,
-            max_model_len=max_model_len, fused=fused, revision=revision, tensor_parallel_size=tensor_parallel_size,
-            lora=lora, sharer=shares_weights_of and shares_weights_of.target, exact=exact, kv_dtype=kv_dtype,
+            max_model_len=max_model_len, fused=fused, revision=revision, tensor_parallel_size=tensor_parallel_size, lora=lora,
+            sharer=None if shares_weights_of is None else shares_weights_of.target, exact=exact, kv_dtype=kv_dtype,
         )  # fmt: skip
         self.target, self.tokenizer = loaded.model, loaded.tokenizer
         self.builtin, self.fused = loaded.builtin, loaded.fused
