@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from foredraft.kernels.cpu.library import RowsRecord
+from foredraft.kernels.cpu.records import RowsRecord
 
 
 class RowSpan(Protocol):

@@ -13,15 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foredraft.kernels.cpu.library import (
-    NativeLibrary,
-    NormRecord,
-    PassRecord,
-    Seq2SeqLayerRecord,
-    Seq2SeqRecord,
-    WeightRecord,
-    load_library,
-)
+from foredraft.kernels.cpu.library import NativeLibrary, load_library
+from foredraft.kernels.cpu.records import NormRecord, PassRecord, Seq2SeqLayerRecord, Seq2SeqRecord, WeightRecord
 from foredraft.kernels.linear import PackedWeight
 from foredraft.kernels.rows import PackedRows
 from foredraft.kv.pool import KVPool
