@@ -55,7 +55,7 @@ class LastHiddenStates:
     def get(self, request: Request) -> Tensor | None:
         """Return the state [H] before the last committed token; None during the prompt or after a missed step."""
         entry = self._states.get(request.slot)
-        return entry[1].read()[0] if entry is not None and entry[0] == request.num_tokens - 2 else None
+        return entry[1].read_row(0) if entry is not None and entry[0] == request.num_tokens - 2 else None
 
     def forget(self, slots: Sequence[int]) -> None:
         for slot in slots:

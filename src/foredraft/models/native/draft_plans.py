@@ -48,7 +48,8 @@ class PackedDrafts:
     settings: "array[float]"  # [B * 5]
     keys: "array[int]"  # [B * K] int64
     q: Tensor | None  # [B, K + 1, V], not filled
-    token_ids: Tensor | None
+    num_drafts: int  # B
+    depth: int  # K
 
     @classmethod
     def pack(
@@ -93,7 +94,7 @@ class PackedDrafts:
             columns=num_columns,
             vocab=vocab_size,
         )
-        return cls(record, numbers, settings, keys, q, token_ids)
+        return cls(record, numbers, settings, keys, q, size, depth)
 
     def read(self, status: int) -> DraftTokens | None:
         """Return the tokens after a call with this status; None if rounding decides one of them.
@@ -105,6 +106,6 @@ class PackedDrafts:
             raise MemoryError(f"no memory to sample from {self.record.vocab} tokens")
         if status:
             return None
-        size, depth = self.record.num_drafts, self.record.max_depth
+        size, depth = self.num_drafts, self.depth
         found = self.numbers[-size * (depth + 1) :].tolist()
         return DraftTokens([found[b * depth : b * depth + n] for b, n in enumerate(found[-size:])], self.q)

@@ -197,11 +197,11 @@ class NativeStepNetwork:
             MemoryError: there is no memory to sample.
         """
         self._check_tokens(tokens)
-        if (dtype := states[0].dtype) not in DTYPE_KINDS:
-            dtype = torch.float32
-        roots = [state.to(dtype).contiguous() for state in states]
+        dtype = states[0].dtype
+        if dtype not in DTYPE_KINDS or not all(state.is_contiguous() for state in states):
+            dtype, states = torch.float32, [state.float().contiguous() for state in states]
         drafts = PackedDrafts.pack(plans, min(self.num_logits, vocab_size), vocab_size)
-        addresses = array("q", [state.data_ptr() for state in roots])
+        addresses = array("q", [state.data_ptr() for state in states])
         numbers = array("i", tokens)
         self.native.sync_threads()
         handle = self.native.handle
