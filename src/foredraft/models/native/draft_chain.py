@@ -35,9 +35,14 @@ class NativeChains:
     token_ids: Tensor | None = None  # [W] int32 token of each column of the logits, ascending; None = its index
 
     @cached_property
+    def num_logits(self) -> int:
+        """Width of the rows of logits. Cached, since reading a record is slow."""
+        return int(self.decoder.record.head.n)
+
+    @property
     def num_columns(self) -> int:
-        """Number of columns of the logits that are tokens. Cached, since reading a record is slow."""
-        return min(int(self.decoder.record.head.n), self.vocab_size)
+        """Number of columns of the logits that are tokens."""
+        return min(self.num_logits, self.vocab_size)
 
     @property
     def reads_own_tokens(self) -> bool:
@@ -56,7 +61,7 @@ class NativeChains:
         Returns:
             The tokens; None if rounding decides one of them, which is left to the reference.
         """
-        logits = torch.empty(len(plans), self.decoder.record.head.n, dtype=torch.float32)
+        logits = torch.empty(len(plans), self.num_logits, dtype=torch.float32)
         self.decoder.check_tokens(first)
         return self._run(plans, pool, first, logits, None)
 
