@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from foredraft.engine.calibrate import ROW_COUNTS, measure_pass_times
+from foredraft.engine.calibrate import ROW_COUNTS, measure_pass_times, spread_tokens
 from foredraft.kv.allocator import PageAllocator
 from foredraft.models.recorded_pass import RecordedPasses
 from tests.support import tiny_models
@@ -43,3 +43,12 @@ def test_it_stops_where_the_time_is_spent() -> None:
 
 def test_a_pool_too_small_gives_no_curve() -> None:
     assert measure_pass_times(tiny_models.plain().target, PageAllocator(2, 4), torch.device("cpu")) == []
+
+
+def test_the_rows_are_different_tokens_of_the_vocabulary() -> None:
+    """Equal tokens would choose equal experts, and a mixture would seem to cost the same with more rows."""
+    tokens = spread_tokens(256, 1000)
+    assert len(set(tokens)) == 256
+    assert min(tokens) >= 0
+    assert max(tokens) < 1000
+    assert spread_tokens(3, 2) == [1, 0, 1]

@@ -369,10 +369,7 @@ PLAIN: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: _family("phi3-longrope"),
         "rotary factors that change with the sequence length",
     ),
-    "mixtral": (lambda: _family("mixtral", head_dim=32), "models of type mixtral"),
     "starcoder2": (lambda: _family("starcoder2", hidden_size=64), "models of type starcoder2"),
-    "gpt_oss": (lambda: _family("gpt_oss", head_dim=16), "models of type gpt_oss"),
-    "qwen3_moe": (lambda: _family("qwen3_moe"), "models of type qwen3_moe"),
     "dynamic rope": (
         lambda: _llama(head_dim=16, rope_parameters=_rope("dynamic")),
         "rotary factors that change with the sequence length",

@@ -31,6 +31,7 @@ from tests.support.library_setups import NATIVE, THREAD_SETUPS, use_library
 pytestmark = NATIVE
 
 WIDE = TINY | {"hidden_size": 64, "initializer_range": 0.15}  # heads of width 16
+EAGER = {"experts_implementation": "eager"}  # takes float64
 HALF = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 32}
 LINEAR = {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
@@ -79,6 +80,27 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         **WIDE | {"tie_word_embeddings": True, "intermediate_size": 41}, sliding_window=SLIDING,
         layer_types=ALTERNATING[::-1], attention_bias=True,
     ),
+    "mixtral": lambda: hf.MixtralConfig(**WIDE, **EAGER, num_local_experts=5, num_experts_per_tok=2),
+    "mixtral, one expert per token, sliding, odd sizes": lambda: hf.MixtralConfig(
+        **WIDE | {"intermediate_size": 41}, **EAGER, num_local_experts=3, num_experts_per_tok=1, sliding_window=SLIDING
+    ),
+    "qwen3_moe": lambda: hf.Qwen3MoeConfig(
+        **WIDE, **EAGER, head_dim=32, moe_intermediate_size=24, num_experts=6, num_experts_per_tok=3,
+        norm_topk_prob=True,
+    ),
+    "qwen3_moe, one layer with an MLP, not normalised": lambda: hf.Qwen3MoeConfig(
+        **WIDE, **EAGER, head_dim=16, moe_intermediate_size=9, num_experts=6, num_experts_per_tok=2,
+        norm_topk_prob=False, mlp_only_layers=[1],
+    ),
+    "olmoe": lambda: hf.OlmoeConfig(**WIDE, **EAGER, num_experts=6, num_experts_per_tok=3),
+    "granitemoe": lambda: hf.GraniteMoeConfig(
+        **WIDE, **EAGER, num_local_experts=6, num_experts_per_tok=2, residual_multiplier=0.7, embedding_multiplier=3.0,
+        logits_scaling=2.0, attention_multiplier=0.2,
+    ),
+    "gpt_oss": lambda: hf.GptOssConfig(
+        **WIDE, **EAGER, head_dim=32, sliding_window=SLIDING, layer_types=ALTERNATING, num_local_experts=6,
+        num_experts_per_tok=3, rope_parameters=YARN | {"truncate": False}, swiglu_limit=1.5,
+    ),
 }  # fmt: skip
 EACH = pytest.mark.parametrize("name", CONFIGS)
 EACH_TYPE = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -90,7 +112,7 @@ def make_original(name: str, dtype: torch.dtype) -> Any:
     torch.manual_seed(0)
     model = hf.AutoModelForCausalLM.from_config(CONFIGS[name](), attn_implementation="eager").eval()
     for path, weight in model.named_parameters():
-        if "norm" in path or path.endswith("bias"):
+        if "norm" in path or path.endswith(("bias", "sinks")):
             nn.init.normal_(weight, weight.detach().mean().item(), 0.3)
     return model.to(dtype)
 
@@ -142,7 +164,16 @@ def test_replaced_embeddings_are_refused() -> None:
 def test_logits_are_those_of_transformers(name: str, dtype: torch.dtype) -> None:
     logits = PagedModel(make_native(name, dtype)).read({0: IDS})
     references = [compute_reference(make(name, dtype), IDS) for make in (make_original, make_exact)]
-    as_right(logits, *references)
+    as_right(*cut_at_near_ties(logits, *references))
+
+
+def cut_at_near_ties(*rows: Tensor) -> list[Tensor]:
+    """Keep the rows before one to which the rounding of the reference gives other experts than the exact model's."""
+    _, theirs, truth = rows
+    is_off = (theirs - truth).norm(dim=1) > 0.06 * truth.norm(dim=1)
+    num_kept = int(is_off.nonzero()[0]) if is_off.any() else len(truth)
+    assert num_kept >= 4
+    return [each[:num_kept] for each in rows]
 
 
 @EACH
@@ -155,8 +186,9 @@ def test_hidden_states_are_those_of_transformers(name: str, dtype: torch.dtype) 
     logits, features = PagedModel(lm).read({0: IDS}, hidden_layers=(*boundaries, AFTER_FINAL_NORM))
     assert torch.equal(logits, PagedModel(lm).read({0: IDS}))
     between, normed = features.split([3 * lm.hidden_size, lm.hidden_size], -1)
-    as_right(between, *(_boundaries(make(name, dtype), IDS, boundaries) for make in (make_original, make_exact)))
-    as_right(normed, *(_last_hidden(make(name, dtype)) for make in (make_original, make_exact)))
+    references = [_boundaries(make(name, dtype), IDS, boundaries) for make in (make_original, make_exact)]
+    as_right(*cut_at_near_ties(between, *references))
+    as_right(*cut_at_near_ties(normed, *(_last_hidden(make(name, dtype)) for make in (make_original, make_exact))))
 
 
 def _last_hidden(model: Any) -> Tensor:

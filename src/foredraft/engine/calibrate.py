@@ -3,6 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from itertools import islice
 
 import torch
 
@@ -15,6 +16,7 @@ ROW_COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 1
 CONTEXT_TOKENS = 128  # cached tokens before the rows of each request
 MAX_SINGLE_ROWS = 8  # rows: up to this count the pass is one request
 ROWS_PER_REQUEST = 4  # rows of each request in larger passes
+TOKEN_STEP = 7919  # between the token ids of adjacent rows; prime, so that ids repeat late
 REPEATS = 3  # timed passes per row count
 
 
@@ -102,7 +104,13 @@ def _make_batch_builder(
         sizes = [rows_each] * (rows // rows_each) + ([rows % rows_each] if rows % rows_each else [])
         if target.pool.states is not None:  # the rows continue after a state, whose value does not affect the time
             target.pool.states.get_table(page_size).add(pages, length - 1)
-        spans = [Span(pages, length, [1] * size, range(size), source=source) for size in sizes]
+        tokens = iter(spread_tokens(rows, target.vocab_size))
+        spans = [Span(pages, length, list(islice(tokens, size)), range(size), source=source) for size in sizes]
         return ForwardBatch.build(spans, range(rows), page_size, device)
 
     return build_batch
+
+
+def spread_tokens(count: int, vocab_size: int) -> list[int]:
+    """Return token ids from all parts of a vocabulary: equal tokens would choose the same experts of a mixture."""
+    return [TOKEN_STEP * (i + 1) % vocab_size for i in range(count)]

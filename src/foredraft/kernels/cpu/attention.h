@@ -103,13 +103,14 @@ INLINE void sum_values(const float *weight, long weight_stride, const void *valu
     }
 }
 
-/* In place: softmax of s * scale plus the bias by distance. Entries after the last key are ignored.
+/* In place: softmax of s * scale plus the bias by distance, with one more entry `sink`, which is not stored, or NULL.
+ * Entries after the last key are ignored.
  *
  * `ahead` keys follow the row's own. bias[0] is for all keys further back than max_distance, bias[span] for the last
  * entry's key and all after it.
  */
 static void softmax_in_place(float *s, int count, float scale, float softcap, const float *bias, int max_distance,
-                             int ahead, int span) {
+                             int ahead, int span, const float *sink) {
     int padded = (count + LANES - 1) / LANES * LANES;
     vf max = broadcast(-3e38f), total = {0};
     for (int i = count; i < padded; i++) s[i] = 0;
@@ -127,13 +128,15 @@ static void softmax_in_place(float *s, int count, float scale, float softcap, co
     for (int i = count; i < padded; i++) s[i] = -3e38f;
     for (int i = 0; i < padded; i += LANES) max = vmax(max, load(s + i));
     vf top = broadcast(reduce_max(max));
+    if (sink) top = vmax(top, broadcast(*sink));
     for (int i = 0; i < padded; i += LANES) {
         vf x = load(s + i);
         vf e = vselect(x < -2e38f, (vf){0}, vexp(x - top));
         store(s + i, e);
         total += e;
     }
-    vf inverse = broadcast(1.0f / reduce_sum(total));
+    float rest = sink ? vexp(broadcast(*sink) - top)[0] : 0;
+    vf inverse = broadcast(1.0f / (reduce_sum(total) + rest));
     for (int i = 0; i < padded; i += LANES) store(s + i, load(s + i) * inverse);
 }
 
@@ -148,7 +151,7 @@ INLINE const float *bias_row(const fd_attention *a, int head) {
 
 INLINE void softmax_of_head(const fd_attention *a, const fd_rows *rows, int row, int head, float *s, int count) {
     softmax_in_place(s, count, a->scale, a->softcap, bias_row(a, head), a->max_distance, keys_ahead(a, rows, row),
-                     bias_span(a));
+                     bias_span(a), a->sinks ? a->sinks + head : NULL);
 }
 
 #define SCORE(G)                                                                                                       \

@@ -26,6 +26,7 @@ typedef struct {
     float eps;
     long input_bytes; /* largest row of an input of a product */
     long score_bytes; /* attention's scratch memory per member */
+    long expert_bytes; /* buffers of experts, of all rows */
 } decoder_shape;
 
 /* State of one forward pass. Buffers are [num_rows, ...]. */
@@ -38,6 +39,7 @@ typedef struct {
     float *qkv;       /* queries, keys and values; later a branch, [num_rows, hidden], before it is added */
     float *attention; /* queries, then the outputs of attention */
     float *inner;     /* inner states of the MLP */
+    char *experts;    /* buffers of experts */
     char *scores;     /* [members, score_bytes] */
     atomic_int num_members;
 } decoder;
@@ -49,7 +51,7 @@ INLINE float *hidden_row(const decoder *d, int row) { return d->hidden + (long)r
 
 static int64_t decoder_scratch(const decoder_shape *s, const fd_rows *rows, int threads) {
     long row = s->input_bytes + 4 * ((long)s->hidden + qkv_room(s) + attention_width(s) + s->inner);
-    return row * rows->num_rows + threads * s->score_bytes + 6 * 64;
+    return row * rows->num_rows + s->expert_bytes + threads * s->score_bytes + 7 * 64;
 }
 
 static void set_buffers(decoder *d) {
@@ -60,7 +62,8 @@ static void set_buffers(decoder *d) {
     d->qkv = (float *)align((char *)(d->hidden + rows * s->hidden));
     d->attention = (float *)align((char *)(d->qkv + rows * qkv_room(s)));
     d->inner = (float *)align((char *)(d->attention + rows * attention_width(s)));
-    d->scores = align((char *)(d->inner + rows * s->inner));
+    d->experts = align((char *)(d->inner + rows * s->inner));
+    d->scores = align(d->experts + s->expert_bytes);
 }
 
 /* Returns the scratch memory of the calling member. */
@@ -70,12 +73,12 @@ INLINE epilogue store_to(const fd_weight *w, float *out, long stride, float scal
     return (epilogue){.mode = EPILOGUE_STORE, .n = w->n, .out = out, .stride = stride, .bias = w->bias, .scale = scale};
 }
 
-/* Converts a row of the residual stream to row `to` of the input of `w`. `pre_norm` is the norm before this part.
- * `post_norm` is the norm after the previous part, not yet applied to the stream. Either may be without a weight. */
-static void read_hidden(const decoder *d, const fd_weight *w, fd_norm pre_norm, fd_norm post_norm, int row, int to) {
+/* Converts a row of the residual stream to an input of `w`. `pre_norm` is the norm before this part. `post_norm` is the
+ * norm after the previous part, not yet applied to the stream. Either may be without a weight. */
+static void convert_hidden(const decoder *d, const fd_weight *w, fd_norm pre_norm, fd_norm post_norm, int row,
+                           char *input) {
     const decoder_shape *s = &d->shape;
     float *h = hidden_row(d, row);
-    char *input = d->input + to * row_bytes(w);
     if (post_norm.weight) apply_norm(post_norm, h, s->eps, s->hidden, h);
     if (!pre_norm.weight) {
         convert_row(w, h, input);
@@ -84,6 +87,11 @@ static void read_hidden(const decoder *d, const fd_weight *w, fd_norm pre_norm, 
     float normed[s->hidden];
     apply_norm(pre_norm, h, s->eps, s->hidden, normed);
     convert_row(w, normed, input);
+}
+
+/* Converts a row of the residual stream to row `to` of the input of `w`. */
+static void read_hidden(const decoder *d, const fd_weight *w, fd_norm pre_norm, fd_norm post_norm, int row, int to) {
+    convert_hidden(d, w, pre_norm, post_norm, row, d->input + to * row_bytes(w));
 }
 
 static void read_all_hidden(decoder *d, fd_team *team, const fd_weight *w, fd_norm pre_norm, fd_norm post_norm) {

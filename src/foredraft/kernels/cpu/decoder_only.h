@@ -1,17 +1,22 @@
-/* A forward pass of a decoder-only model, or of a drafter's decoder layers. A layer has self-attention and a gated MLP.
- * Each has a norm before it, after it or both, and both may read the same states.
+/* A forward pass of a decoder-only model, or of a drafter's decoder layers. A layer has self-attention and a gated MLP
+ * or experts. Each has a norm before it, after it or both, and both may read the same states.
  */
 #ifndef FD_DECODER_ONLY_H
 #define FD_DECODER_ONLY_H
 
 #include "decoder.h"
+#include "experts.h"
 
 typedef struct {
     const fd_model *model;
     decoder d;
 } decoder_only;
 
-INLINE long mlp_input_bytes(const fd_layer *l) { return max_long(row_bytes(&l->gate_up), row_bytes(&l->down)); }
+/* Largest row of an input of the layer's MLP, or of its router. */
+INLINE long mlp_input_bytes(const fd_layer *l) {
+    if (l->experts) return row_bytes(&l->experts->router);
+    return max_long(row_bytes(&l->gate_up), row_bytes(&l->down));
+}
 
 /* Whether the output of this layer's attention is added to the residual stream in a step of its own. */
 INLINE int is_attention_apart(const fd_model *m, const fd_layer *l) { return m->is_parallel || l->attention_post_norm; }
@@ -25,13 +30,15 @@ static int has_branches(const fd_model *m) {
 static decoder_shape decoder_only_shape(const fd_model *m, const fd_rows *rows) {
     long bytes = max_long(row_bytes(&m->head), row_bytes(&m->fc));
     if (m->adapter) bytes = max_long(bytes, mlp_input_bytes(m->adapter));
+    long experts = 0;
     for (int i = 0; i < m->layers; i++) {
         const fd_layer *l = m->layer + i;
         bytes = max_long(bytes, max_long(max_long(row_bytes(&l->qkv), row_bytes(&l->out)), mlp_input_bytes(l)));
+        if (l->experts) experts = max_long(experts, expert_bytes(l->experts, rows->num_rows));
     }
     return (decoder_shape){.hidden = m->hidden, .heads = m->heads, .kv_heads = m->kv_heads, .head_dim = m->head_dim,
                            .inner = m->inner, .has_bf16_kv = m->has_bf16_kv, .has_branch = has_branches(m),
-                           .eps = m->eps, .input_bytes = bytes,
+                           .eps = m->eps, .input_bytes = bytes, .expert_bytes = experts,
                            .score_bytes = attention_scratch(rows, m->heads / m->kv_heads)};
 }
 
@@ -145,6 +152,7 @@ static void attention_block(decoder_only *o, fd_team *team, int layer, char *sco
     fd_attention a = attention_over(d, d->pass->keys[layer], d->pass->values[layer], m->scale);
     a.sliding_window = l->sliding_window;
     a.softcap = m->softcap;
+    a.sinks = l->sinks;
     epilogue e = is_attention_apart(m, l) ? store_branch(d, &l->out) : add_to_residual(d, &l->out, m->residual_scale);
     attend_and_project(d, team, &a, d->rows, scores, &l->out, e);
     if (l->attention_post_norm) add_branch(d, team, norm_of(m, l->attention_post_norm));
@@ -157,6 +165,10 @@ INLINE mlp gated_mlp(const fd_layer *l, int activation) {
 static void gated_mlp_block(decoder_only *o, fd_team *team, const fd_layer *l) {
     const fd_model *m = o->model;
     decoder *d = &o->d;
+    if (l->experts) {
+        expert_block(d, team, l->experts, norm_of(m, l->mlp_norm), m->residual_scale);
+        return;
+    }
     epilogue e = l->mlp_post_norm ? store_branch(d, &l->down) : add_to_residual(d, &l->down, m->residual_scale);
     mlp_block(d, team, gated_mlp(l, m->activation), norm_of(m, l->mlp_norm), NO_NORM, e);
     if (l->mlp_post_norm) add_branch(d, team, norm_of(m, l->mlp_post_norm));

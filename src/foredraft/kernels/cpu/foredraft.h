@@ -7,7 +7,7 @@
 #define FD_PANEL 32 /* outputs of a panel */
 
 enum { FD_BF16, FD_F32, FD_INT8, FD_INT4 };
-enum { FD_SILU, FD_GELU_TANH, FD_RELU, FD_GELU }; /* a gated MLP has one of the first two */
+enum { FD_SILU, FD_GELU_TANH, FD_RELU, FD_GELU, FD_CLAMPED }; /* a gated MLP has one of the first two */
 enum { FD_EMBEDDED, FD_JOINED, FD_PAIRED };       /* fd_model.input_kind */
 enum { FD_ROTARY, FD_LOCAL_ROTARY, FD_NO_ROTARY }; /* fd_layer.positions */
 enum { FD_AFTER_FINAL_NORM = -1 };                /* hidden layer after the final norm; others are layer boundaries */
@@ -30,7 +30,18 @@ typedef struct {
     const int32_t *logit_rows;                  /* [num_logits] */
 } fd_rows;
 
-/* A decoder layer with a gated MLP. Fields that are NULL or 0 are absent. */
+/* A mixture of experts, each of them a gated MLP. All have one shape and format. */
+typedef struct {
+    int32_t count, per_token, inner;
+    int32_t activation;              /* one of a gated MLP's, or CLAMPED: (y + 1) * x * sigmoid(alpha * x) of a gate x
+                                      * and a value y, both clamped to `limit` */
+    float alpha, limit;
+    int32_t is_normalised;           /* the chosen experts' weights sum to 1; otherwise those of all experts do */
+    fd_weight router;                /* [count, hidden] */
+    const fd_weight *gate_up, *down; /* [count] */
+} fd_experts;
+
+/* A decoder layer with a gated MLP, or with experts. Fields that are NULL or 0 are absent. */
 typedef struct {
     const float *attention_norm, *mlp_norm; /* [hidden]; attention_norm NULL = no norm */
     const float *q_norm, *k_norm;           /* [head_dim], or of all heads together: fd_model.has_joint_head_norm */
@@ -38,6 +49,8 @@ typedef struct {
     fd_weight qkv, out, gate_up, down;      /* gate_up: 16 rows of gate, 16 of up, and so on */
     int32_t sliding_window;                 /* most keys that a row sees; 0 = all */
     int32_t positions;                      /* rotary table of queries and keys, or none */
+    const fd_experts *experts;              /* in place of gate_up and down */
+    const float *sinks;                     /* [heads] score of a key without a value, which every row sees */
 } fd_layer;
 
 /* A decoder-only model, or the decoder layers of a drafter (decoder_only.h).
@@ -83,6 +96,7 @@ typedef struct {
     float scale, softcap;
     const float *bias;    /* [heads, max_distance + 1] or NULL: bias of keys max_distance, ..., 0 positions back */
     int32_t max_distance; /* keys further back have entry 0 */
+    const float *sinks;   /* [heads] or NULL, as in fd_layer */
     /* NULL: causal. Otherwise the rows' own positions, which keys may follow; `bias` goes on for 1, ..., max_distance
      * positions ahead. */
     const fd_rows *query_rows;

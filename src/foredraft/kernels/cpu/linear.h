@@ -115,22 +115,39 @@ static void multiply_panels(const fd_weight *w, const char *x, int rows, int fir
     }
 }
 
+INLINE int count_panels(const fd_weight *w) { return (w->n + FD_PANEL - 1) / FD_PANEL; }
+INLINE int is_by_tiles(const fd_weight *w) { return HAS_TILES && w->kind == FD_BF16; }
+
+/* Number of panels, of `panels` in all, that a member takes at a time. */
+INLINE int choose_chunk(const fd_team *team, const fd_weight *w, int rows, int panels) {
+    int chunk = (panels + team->size * 4 - 1) / (team->size * 4);
+    int max_chunk = (int)(find_tuning(rows)->chunk_bytes / panel_bytes(w));
+    if (max_chunk < 4) max_chunk = 4;
+    return chunk < max_chunk ? chunk : max_chunk;
+}
+
+/* Panels [first, last) of every row. Tiles are configured before, if the product uses them. */
+static void multiply_some(const fd_weight *w, const char *x, int rows, int first, int last, const epilogue *e) {
+    if (w->kind == FD_INT8 || w->kind == FD_INT4) quant_multiply(w, x, rows, first, last, e);
+    else if (is_by_tiles(w)) multiply_panels_amx(w, x, rows, first, last, e);
+    else multiply_panels(w, x, rows, first, last, e);
+}
+
+/* Panels [first, last) of every row, by one member. */
+static void multiply_range(const fd_weight *w, const char *x, int rows, int first, int last, const epilogue *e) {
+    if (is_by_tiles(w)) begin_tiles(rows);
+    multiply_some(w, x, rows, first, last, e);
+    if (is_by_tiles(w)) tile_release();
+}
+
 /* The team shares a product; members take a few panels at a time. */
 static void matmul(fd_team *team, const fd_weight *w, const char *x, int rows, const epilogue *e) {
     if (!rows) return;
-    int panels = (w->n + FD_PANEL - 1) / FD_PANEL, chunk = (panels + team->size * 4 - 1) / (team->size * 4);
-    int max_chunk = (int)(find_tuning(rows)->chunk_bytes / panel_bytes(w));
-    if (max_chunk < 4) max_chunk = 4;
-    if (chunk > max_chunk) chunk = max_chunk;
-    int by_tiles = HAS_TILES && w->kind == FD_BF16;
-    if (by_tiles) begin_tiles(rows);
-    for (int p; (p = fd_take(team, chunk)) < panels;) {
-        int last = p + chunk < panels ? p + chunk : panels;
-        if (w->kind == FD_INT8 || w->kind == FD_INT4) quant_multiply(w, x, rows, p, last, e);
-        else if (by_tiles) multiply_panels_amx(w, x, rows, p, last, e);
-        else multiply_panels(w, x, rows, p, last, e);
-    }
-    if (by_tiles) tile_release();
+    int panels = count_panels(w), chunk = choose_chunk(team, w, rows, panels);
+    if (is_by_tiles(w)) begin_tiles(rows);
+    for (int p; (p = fd_take(team, chunk)) < panels;)
+        multiply_some(w, x, rows, p, p + chunk < panels ? p + chunk : panels, e);
+    if (is_by_tiles(w)) tile_release();
 }
 
 #endif

@@ -38,6 +38,20 @@ class RowsRecord(ctypes.Structure):
     )
 
 
+class ExpertsRecord(ctypes.Structure):
+    """Mixture of experts (fd_experts)."""
+
+    _fields_ = (
+        *((name, c_int32) for name in "count per_token inner activation".split()),
+        ("alpha", c_float),
+        ("limit", c_float),
+        ("is_normalised", c_int32),
+        ("router", WeightRecord),
+        ("gate_up", POINTER(WeightRecord)),
+        ("down", POINTER(WeightRecord)),
+    )
+
+
 class LayerRecord(ctypes.Structure):
     """Decoder layer (fd_layer)."""
 
@@ -51,6 +65,8 @@ class LayerRecord(ctypes.Structure):
         *((name, WeightRecord) for name in "qkv out gate_up down".split()),
         ("sliding_window", c_int32),
         ("positions", c_int32),
+        ("experts", POINTER(ExpertsRecord)),
+        ("sinks", c_void_p),
     )
 
 
@@ -106,6 +122,7 @@ class AttentionRecord(ctypes.Structure):
         ("softcap", c_float),
         ("bias", c_void_p),
         ("max_distance", c_int32),
+        ("sinks", c_void_p),
         ("query_rows", c_void_p),
     )
 
@@ -255,4 +272,5 @@ RECORDS = (
     StepPassRecord,
     StepRootsRecord,
     TuningRecord,
+    ExpertsRecord,
 )

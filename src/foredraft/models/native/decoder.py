@@ -22,12 +22,10 @@ from foredraft.kv.pool import KVPool
 from foredraft.models.forward_batch import ForwardBatch
 from foredraft.models.grid_linear import GridLinear, pack_joined, take_only
 from foredraft.models.native.causal_stack import CausalStack, explain_missing_stack
-from foredraft.models.native.family import FAMILIES
-from foredraft.models.native.packing import LANES, DecoderPacker, PackWeight
+from foredraft.models.native.family import FAMILIES, DecoderFamily
+from foredraft.models.native.packing import ACTIVATIONS, LANES, DecoderPacker, PackWeight
 from foredraft.models.native.rotary import RotaryTables
 
-# Code of the native library by transformers' name of the activation.
-ACTIVATIONS = {"silu": 0, "swish": 0, "gelu_pytorch_tanh": 1, "gelu_new": 1}
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # rope types whose factors do not depend on the sequence length
 MIN_ROTARY_POSITIONS = 1024  # positions of the first rotary table
 
@@ -49,6 +47,10 @@ def explain_unsupported(model: Any) -> str | None:
     blocks = stack.decoder.layers
     if not all(block.self_attn.is_causal for block in blocks):
         return "attention to later tokens"
+    if any(getattr(config, name) is not None for name in family.unset_options):
+        return f"the options {', '.join(family.unset_options)}"
+    if not all(_has_own_experts(family, block) for block in blocks):
+        return "experts that were replaced"
     linears = [m for block in blocks for m in family.list_projections(block)]
     if not all(type(m) in (nn.Linear, GridLinear) for m in [*linears, stack.head]):
         return "linear layers that were replaced"
@@ -59,6 +61,15 @@ def explain_unsupported(model: Any) -> str | None:
     if load_library() is None:
         return "no native kernels"
     return None
+
+
+def _has_own_experts(family: DecoderFamily, block: Any) -> bool:
+    """Return whether the experts of a layer are its family's, with plain tensors as weights."""
+    if (routed := family.find_experts(block)) is None:
+        return True
+    weights = [*routed.experts.parameters()]
+    is_own = type(routed.experts).__module__ == type(block).__module__
+    return is_own and all(type(weight) is nn.Parameter and weight.is_floating_point() for weight in weights)
 
 
 @dataclass(frozen=True)
@@ -226,7 +237,7 @@ def _build_record(
     family, decoder, head = FAMILIES[config.model_type], stack.decoder, stack.head
     blocks = zip(decoder.layers, sliding_windows, strict=True)
     layers = (LayerRecord * len(sliding_windows))(
-        *(packer.build_layer(block, sliding_window, family, rotary) for block, sliding_window in blocks)
+        *(packer.build_layer(block, sliding_window, family, rotary, config) for block, sliding_window in blocks)
     )
     attention, norm = decoder.layers[0].self_attn, decoder.norm
     embedding = decoder.embed_tokens.weight
@@ -237,7 +248,7 @@ def _build_record(
         kv_heads=config.num_key_value_heads,
         head_dim=attention.head_dim,
         rotary=rotary,
-        inner=layers[0].gate_up.n // 2,
+        inner=max(layer.gate_up.n for layer in layers) // 2,
         is_parallel=family.norms.are_shared,
         has_joint_head_norm=family.norms.have_joint_heads,
         activation=ACTIVATIONS[getattr(config, family.activation)],

@@ -47,6 +47,22 @@ class FamilyNorms:
 
 
 @dataclass(frozen=True)
+class ExpertNames:
+    """Names of the modules of a mixture of experts, and of options."""
+
+    block: str = "mlp"  # attribute of the layer
+    router: str = "gate"  # attribute of the block
+    num_chosen: str = "num_experts_per_tok"  # option of the text config
+    normalisation: str = "norm_topk_prob"  # option: whether the chosen experts' weights sum to 1; "" = they do
+    has_pairs: bool = False  # whether the matrices are transposed, gates and values adjacent, with biases
+    is_clamped: bool = False  # whether gates and values are clamped (`swiglu_limit`), otherwise as in an MLP
+
+    def is_normalised(self, config: Any) -> bool:
+        """Return whether the weights of the chosen experts sum to 1."""
+        return bool(getattr(config, self.normalisation)) if self.normalisation else True
+
+
+@dataclass(frozen=True)
 class DecoderFamily:
     """Names of a family's modules and of its options, and what they compute. The defaults are Llama's."""
 
@@ -54,6 +70,7 @@ class DecoderFamily:
     norms: FamilyNorms = FamilyNorms()
     has_interleaved_rotary: bool = False  # whether adjacent values are rotated, otherwise the halves of a head
     has_paired_factors: bool = False  # whether the rotary module repeats its factors by pairs, otherwise by halves
+    has_single_factors: bool = False  # whether the rotary module does not repeat its factors
     has_local_rotary: bool = False  # whether layers with a sliding window have a rotary table of their own
     has_scaled_embedding: bool = False  # whether the module of the embeddings multiplies them
     activation: str = "hidden_act"  # options of the text config
@@ -61,6 +78,8 @@ class DecoderFamily:
     logit_softcap: str = ""
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
+    experts: ExpertNames | None = None  # None = every layer has an MLP
+    unset_options: tuple[str, ...] = ()  # options of the text config that must be None
 
     def is_own_embedding(self, module: Any, decoder: Any) -> bool:
         """Return whether the embeddings of a decoder are those of its family."""
@@ -78,7 +97,7 @@ class DecoderFamily:
         """Make the tables of a rotary module."""
         if self.has_local_rotary:
             return RotaryTables.from_module_by_type(module)
-        return RotaryTables.from_module(module, self.has_paired_factors)
+        return RotaryTables.from_module(module, self.has_paired_factors, self.has_single_factors)
 
     def list_rope_types(self, config: Any) -> list[str | None]:
         """List the rope types of a text config; None = a layer type without rotary factors."""
@@ -86,13 +105,19 @@ class DecoderFamily:
         every = [parameters.get(kind) for kind in set(config.layer_types)] if self.has_local_rotary else [parameters]
         return [None if each is None else each.get("rope_type") for each in every]
 
+    def find_experts(self, block: Any) -> Any | None:
+        """Return the module of a layer that routes to its experts; None if the layer has an MLP."""
+        if self.experts is None:
+            return None
+        module = getattr(block, self.experts.block)
+        return module if "experts" in dict(module.named_children()) else None
+
     def list_projections(self, block: Any) -> list[Any]:
         """List the linear modules of a layer."""
-        attention, mlp = block.self_attn, block.mlp
-        return [
-            *(getattr(attention, name) for name in (*self.qkv, "o_proj")),
-            *(getattr(mlp, name) for name in (*self.gate_up, "down_proj")),
-        ]
+        of_attention = [getattr(block.self_attn, name) for name in (*self.qkv, "o_proj")]
+        if self.find_experts(block) is not None:
+            return of_attention
+        return [*of_attention, *(getattr(block.mlp, name) for name in (*self.gate_up, "down_proj"))]
 
 
 LLAMA = DecoderFamily()
@@ -135,6 +160,14 @@ COHERE2 = DecoderFamily(
     has_interleaved_rotary=True,
     has_paired_factors=True,
 )
+MIXTRAL = DecoderFamily(experts=ExpertNames(normalisation=""))
+QWEN3_MOE = DecoderFamily(experts=ExpertNames())
+OLMOE = DecoderFamily(norms=FamilyNorms(have_joint_heads=True), experts=ExpertNames(), unset_options=("clip_qkv",))
+GRANITE_MOE = DecoderFamily(experts=ExpertNames(block="block_sparse_moe", router="router", normalisation=""))
+GPT_OSS = DecoderFamily(
+    has_single_factors=True,
+    experts=ExpertNames(router="router", normalisation="", has_pairs=True, is_clamped=True),
+)
 
 # By config.model_type. Text has three equal positions in Qwen-VL, which makes its rotary factors those of Qwen.
 VISION_FAMILIES = ("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text")
@@ -149,4 +182,9 @@ FAMILIES = {
     "glm4": GLM4,
     "ernie4_5": ERNIE4_5,
     "cohere2": COHERE2,
+    "mixtral": MIXTRAL,
+    "qwen3_moe": QWEN3_MOE,
+    "olmoe": OLMOE,
+    "granitemoe": GRANITE_MOE,
+    "gpt_oss": GPT_OSS,
 }

@@ -1,5 +1,6 @@
 """Packing of a decoder's modules into native records."""
 
+import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,14 +9,19 @@ import torch
 from torch import Tensor, nn
 
 from foredraft.kernels.arena import Arena
-from foredraft.kernels.cpu.records import LayerRecord, WeightRecord
+from foredraft.kernels.cpu.records import ExpertsRecord, LayerRecord, WeightRecord
 from foredraft.kernels.linear import PackedWeight
 from foredraft.models.grid_linear import pack_joined
 from foredraft.models.native.family import LLAMA, DecoderFamily
 
 LANES = 16  # numbers in a native vector; the width of a head must be a multiple
 
+CLAMPED = 4  # activation of experts, as in foredraft.h
+# Code of the native library by transformers' name of the activation.
+ACTIVATIONS = {"silu": 0, "swish": 0, "gelu_pytorch_tanh": 1, "gelu_new": 1}
+
 PackWeight = Callable[[Tensor, Tensor | None, Arena], PackedWeight]
+JoinMatrices = Callable[[Sequence[Tensor]], Tensor]
 
 
 @dataclass
@@ -29,7 +35,12 @@ class DecoderPacker:
     tensors: list[Tensor] = field(default_factory=list)
 
     def build_layer(
-        self, block: Any, sliding_window: int | None, family: DecoderFamily = LLAMA, rotary: int = 0
+        self,
+        block: Any,
+        sliding_window: int | None,
+        family: DecoderFamily = LLAMA,
+        rotary: int = 0,
+        config: Any = None,
     ) -> LayerRecord:
         """Pack a layer.
 
@@ -38,9 +49,10 @@ class DecoderPacker:
             sliding_window: maximum number of positions that a row sees; None = all.
             family: names of its modules. Default Llama's, of which draft layers may lack the first norm.
             rotary: number of rotated values of a head, for a family that rotates adjacent ones. Default 0 = none.
+            config: text config, for a family with experts. Default None.
         """
-        attention, mlp, norms = block.self_attn, block.mlp, family.norms
-        return LayerRecord(
+        attention, norms, routed = block.self_attn, family.norms, family.find_experts(block)
+        record = LayerRecord(
             attention_norm=self.hold_norm(getattr(block, norms.attention, None), norms.offset),
             mlp_norm=self.hold_norm(getattr(block, norms.mlp, None), norms.offset),
             q_norm=self.hold_norm(getattr(attention, "q_norm", None), norms.offset),
@@ -49,11 +61,48 @@ class DecoderPacker:
             mlp_post_norm=self.hold_norm(getattr(block, norms.mlp_post, None), norms.offset),
             qkv=self._pack_qkv(attention, family, rotary),
             out=self.pack_stacked(attention.o_proj),
-            gate_up=self.pack_interleaved(*(getattr(mlp, name) for name in family.gate_up)),
-            down=self.pack_stacked(mlp.down_proj),
             sliding_window=sliding_window or 0,
             positions=family.positions(attention),
+            sinks=self.hold_float(attention.sinks) if "sinks" in dict(attention.named_parameters()) else None,
         )
+        if routed is not None and family.experts is not None:
+            record.experts = ctypes.pointer(self._build_experts(routed, family, config))
+        else:
+            record.gate_up = self.pack_interleaved(*(getattr(block.mlp, name) for name in family.gate_up))
+            record.down = self.pack_stacked(block.mlp.down_proj)
+        return record
+
+    def _build_experts(self, routed: Any, family: DecoderFamily, config: Any) -> ExpertsRecord:
+        """Pack a router, which is never quantised, and its experts."""
+        names = family.experts
+        assert names is not None
+        router, experts = dict(getattr(routed, names.router).named_parameters()), routed.experts
+        gate_up = self._pack_each(_interleave_pairs if names.has_pairs else _interleave_halves, experts, "gate_up_proj")
+        down = self._pack_each(_transpose if names.has_pairs else _stack_rows, experts, "down_proj")
+        return ExpertsRecord(
+            count=len(gate_up),
+            per_token=getattr(config, names.num_chosen),
+            inner=gate_up[0].n // 2,
+            activation=CLAMPED if names.is_clamped else ACTIVATIONS[getattr(config, family.activation)],
+            alpha=config.swiglu_alpha if names.is_clamped else 0.0,
+            limit=config.swiglu_limit if names.is_clamped else 0.0,
+            is_normalised=names.is_normalised(config),
+            router=self.hold_weight(PackedWeight.pack(router["weight"], router.get("bias"), self.arena)),
+            gate_up=ctypes.cast(gate_up, ctypes.POINTER(WeightRecord)),
+            down=ctypes.cast(down, ctypes.POINTER(WeightRecord)),
+        )
+
+    def _pack_each(self, join: JoinMatrices, experts: Any, name: str) -> Any:
+        """Pack the matrices of a tensor with one for each expert. Returns an array of their records."""
+        matrices = getattr(experts, name).detach()
+        biases = dict(experts.named_parameters()).get(f"{name}_bias")
+        packed = [
+            self.pack(join([matrix]), None if biases is None else join([biases[i].detach()[None]])[:, 0], self.arena)
+            for i, matrix in enumerate(matrices)
+        ]
+        if self.is_owned:
+            setattr(experts, name, nn.Parameter(matrices.new_empty(0), requires_grad=False))
+        return (WeightRecord * len(packed))(*map(self.hold_weight, packed))
 
     def _pack_qkv(self, attention: Any, family: DecoderFamily, rotary: int) -> WeightRecord:
         linears = [getattr(attention, name) for name in family.qkv]
@@ -75,7 +124,7 @@ class DecoderPacker:
         """Pack two linear modules, or one with both outputs, with the outputs interleaved; see `interleave_rows`."""
         return self._pack_joined(interleave_rows if len(linears) == 2 else _interleave_halves, linears)
 
-    def _pack_joined(self, join: Callable[[Sequence[Tensor]], Tensor], linears: Sequence[Any]) -> WeightRecord:
+    def _pack_joined(self, join: JoinMatrices, linears: Sequence[Any]) -> WeightRecord:
         bias = None
         if any(linear.bias is not None for linear in linears):
             rows = [x.weight.new_zeros(x.out_features) if x.bias is None else x.bias.detach() for x in linears]
@@ -100,7 +149,11 @@ class DecoderPacker:
         """
         if module is None:
             return None
-        return self.hold_tensor(module.weight.float() + offset if offset else module.weight.float())
+        return self.hold_float(module.weight.float() + offset if offset else module.weight)
+
+    def hold_float(self, parameter: Tensor) -> int:
+        """Convert a tensor to float32, keep it alive and return its address."""
+        return self.hold_tensor(parameter.float())
 
     def hold_tensor(self, parameter: Tensor) -> int:
         """Keep a tensor alive and return its address."""
@@ -131,3 +184,14 @@ def _split_pairs(rows: Tensor, head_dim: int, rotary: int) -> Tensor:
 def _interleave_halves(matrices: Sequence[Tensor]) -> Tensor:
     (both,) = matrices
     return interleave_rows(both.chunk(2))
+
+
+def _interleave_pairs(matrices: Sequence[Tensor]) -> Tensor:
+    """Interleave the columns of one matrix [k, 2 * n], of which every second one is a gate."""
+    (both,) = matrices
+    return interleave_rows([both[:, ::2].T, both[:, 1::2].T])
+
+
+def _transpose(matrices: Sequence[Tensor]) -> Tensor:
+    (matrix,) = matrices
+    return matrix.T

@@ -18,13 +18,18 @@ class RotaryTables:
     local: RotaryTable | None = None  # of layers with a sliding window; None = the same
 
     @classmethod
-    def from_module(cls, module: Any, has_paired_factors: bool = False) -> "RotaryTables":
+    def from_module(
+        cls, module: Any, has_paired_factors: bool = False, has_single_factors: bool = False
+    ) -> "RotaryTables":
         """Make the tables of a rotary module of transformers with one base.
 
         Args:
             module: rotary module.
             has_paired_factors: whether it repeats its factors by pairs. Default False = by halves.
+            has_single_factors: whether it does not repeat its factors. Default False.
         """
+        if has_single_factors:
+            return cls(_make_table(module, Tensor.contiguous))
         return cls(_make_table(module, _take_every_other if has_paired_factors else take_first_half))
 
     @classmethod
