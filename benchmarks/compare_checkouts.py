@@ -1,7 +1,7 @@
 """Speed of two source folders, measured in turns: the cost of a step, and the time of outputs of the built-in pair.
 
     python benchmarks/compare_checkouts.py OLD/src NEW/src [--rounds 40] [--steps 40] [--batches 1,16] [--drafts 0,4]
-        [--proposals draft_model:2,eagle:3 [--temperature 1]]
+        [--proposals draft_model:2,eagle:3,draft_model:2:int8 [--temperature 1]]
 
 Each folder runs in a process of its own. The two processes take turns, one short slice at a time, so that both see the
 same state of the machine. A slice yields the lower quartile of the processor time of its steps, or that of the
@@ -92,8 +92,9 @@ def create_proposal_slices(specs: list[str], temperature: float) -> dict[str, Ca
 
     llm = LLM(drafter=None)
 
-    def create_slice(method: str, num_tokens: int, num_prompts: int) -> Callable[[], float]:
-        one = llm.with_drafter(method, num_tokens)
+    def create_slice(method: str, num_tokens: int, num_prompts: int, *weights: str) -> Callable[[], float]:
+        spec = {"method": method, "quantization": weights[0]} if weights else method
+        one = llm.with_drafter(spec, num_tokens)
         sampling = Sampling(temperature=temperature, max_tokens=PAIR_TOKENS, ignore_eos=True)
         seconds: list[float] = []
         propose = one.drafter.propose
@@ -113,8 +114,11 @@ def create_proposal_slices(specs: list[str], temperature: float) -> dict[str, Ca
 
         return run
 
-    pairs = [(method, int(length)) for method, length in (spec.split(":") for spec in specs)]
-    return {f"propose, {m}:{n}, B {b}": create_slice(m, n, b) for (m, n), b in itertools.product(pairs, (1, 4))}
+    parts = {spec: spec.split(":") for spec in specs}
+    return {
+        f"propose, {spec}, B {b}": create_slice(method, int(length), b, *weights)
+        for (spec, (method, length, *weights)), b in itertools.product(parts.items(), (1, 4))
+    }
 
 
 def serve(args: argparse.Namespace) -> None:
