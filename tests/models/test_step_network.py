@@ -47,7 +47,7 @@ class Weights:
 def build(kind: StepKind, dtype: torch.dtype = torch.bfloat16, quantization: str | None = None) -> NativeStepNetwork:
     """Build a network of three steps; the heads have a rank and later layers, the cells a normed input."""
     w = Weights(dtype, quantization)
-    if kind is StepKind.BLOCK:
+    if kind is StepKind.PARALLEL:
         step = StepWeights(w.pack(V, HIDDEN), w.pack(INNER, HIDDEN, True), (w.pack(DEPTH * HIDDEN, INNER, True),))
         return NativeStepNetwork.from_steps(kind, [step], HIDDEN, num_heads=DEPTH)
     steps = []
@@ -69,7 +69,7 @@ def build(kind: StepKind, dtype: torch.dtype = torch.bfloat16, quantization: str
 
 def run_levels(network: NativeStepNetwork, states: Tensor, tokens: list[int]) -> tuple[list[list[int]], Tensor]:
     """Draft the likeliest tokens step by step. Returns them and the logits [R, D, V]."""
-    if network.kind is StepKind.BLOCK:
+    if network.kind is StepKind.PARALLEL:
         logits = network.forward(0, states, ())[1]
     else:
         rows = []

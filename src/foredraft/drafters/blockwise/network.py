@@ -65,7 +65,7 @@ class BlockwiseStepRunner:
             return None
         head, hidden, output = packed
         steps = [StepWeights(head, hidden, (output,))]
-        network = NativeStepNetwork.from_steps(StepKind.BLOCK, steps, self.shape.hidden, num_heads=self.depth)
+        network = NativeStepNetwork.from_steps(StepKind.PARALLEL, steps, self.shape.hidden, num_heads=self.depth)
         return NativeBlockRunner(network)
 
     def begin(self, hidden: Tensor) -> Tensor:

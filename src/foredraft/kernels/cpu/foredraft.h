@@ -180,11 +180,11 @@ typedef struct {
     int32_t num_blocks;
 } fd_step;
 
-/* MLP and LSTM: cells of the MLP speculator. HEADS: Hydra. BLOCK: heads that read no token, all of them in step 0. */
-enum { FD_STEP_MLP, FD_STEP_LSTM, FD_STEP_HEADS, FD_STEP_BLOCK };
+/* MLP and LSTM: cells of the MLP speculator. HEADS: Hydra. PARALLEL: heads that read no token, all of them in step 0. */
+enum { FD_STEP_MLP, FD_STEP_LSTM, FD_STEP_HEADS, FD_STEP_PARALLEL };
 
 typedef struct {
-    const fd_step *steps;      /* [num_steps]; BLOCK: one */
+    const fd_step *steps;      /* [num_steps]; PARALLEL: one */
     const float *input_weight; /* [hidden] of the RMS norm of the target's state, or NULL = no norm */
     int32_t kind, num_steps, hidden, inner, has_bf16_embedding;
     float token_share, eps; /* weight of an embedding that is added to a state */
@@ -194,8 +194,8 @@ typedef struct {
 typedef struct {
     const float *states;   /* [num_rows, width of the states that this step reads] */
     const int32_t *tokens; /* [num_rows] */
-    float *next;           /* [num_rows, width of the states that the next step reads]; BLOCK: not used */
-    float *logits;         /* [num_rows, n of the head]; BLOCK: [num_rows, num_steps, n] */
+    float *next;           /* [num_rows, width of the states that the next step reads]; PARALLEL: not used */
+    float *logits;         /* [num_rows, n of the head]; PARALLEL: [num_rows, num_steps, n] */
     char *scratch;
     int32_t step, num_rows;
 } fd_step_pass;

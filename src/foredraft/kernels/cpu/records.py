@@ -207,7 +207,7 @@ class ChainRecord(ctypes.Structure):
     )
 
 
-class StepRecord(ctypes.Structure):
+class HeadStepRecord(ctypes.Structure):
     """Step of a network on the target's last state (fd_step)."""
 
     _fields_ = (
@@ -225,7 +225,7 @@ class StepNetworkRecord(ctypes.Structure):
     """Network of such steps (fd_step_network)."""
 
     _fields_ = (
-        ("steps", POINTER(StepRecord)),
+        ("steps", POINTER(HeadStepRecord)),
         ("input_weight", c_void_p),
         *((name, c_int32) for name in "kind num_steps hidden inner has_bf16_embedding".split()),
         *((name, c_float) for name in "token_share eps".split()),
@@ -267,7 +267,7 @@ RECORDS = (
     SamplingRecord,
     DraftsRecord,
     ChainRecord,
-    StepRecord,
+    HeadStepRecord,
     StepNetworkRecord,
     StepPassRecord,
     StepRootsRecord,

@@ -42,13 +42,13 @@ static void start_next_step(step_chain *c) {
     int num_sampled = is_drafting(l) ? l->num_growing : 0, count = 0;
     for (int i = 0; i < num_sampled; i++) {
         if (!add_token(l, i)) continue;
-        if (count < i && n->kind != FD_STEP_BLOCK)
+        if (count < i && n->kind != FD_STEP_PARALLEL)
             memcpy(c->next + count * width, c->next + i * width, (size_t)width * 4);
         c->tokens[count] = l->sampled[i];
         l->growing[count++] = l->growing[i];
     }
     finish_level(l, count);
-    if (n->kind == FD_STEP_BLOCK) { /* the logits of all levels are there */
+    if (n->kind == FD_STEP_PARALLEL) { /* the logits of all levels are there */
         l->logits = c->logits + (long)l->depth * n->steps[0].head.n;
         return;
     }
@@ -94,7 +94,7 @@ static int draft_steps(const fd_step_network *n, const fd_drafts *d, const fd_st
     c.run = start_step(n, &first);
     if (c.run.num_heads > d->max_depth) c.run.num_heads = d->max_depth;
     c.level.logits = c.logits;
-    c.level.is_by_draft = n->kind == FD_STEP_BLOCK;
+    c.level.is_by_draft = n->kind == FD_STEP_PARALLEL;
     c.level.stride = (int64_t)n->steps[0].head.n * (c.level.is_by_draft ? c.run.num_heads : 1);
     fd_parallel(step_chain_body, &c);
     return c.level.status;

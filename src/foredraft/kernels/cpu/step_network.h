@@ -21,22 +21,22 @@ typedef struct {
     char *input;    /* [rows] input of the next product, in the format of its weight */
     float *product; /* [rows, product_width] */
     float *residual; /* HEADS: [rows, hidden] */
-    int num_heads;  /* BLOCK: heads to run */
+    int num_heads;  /* PARALLEL: heads to run */
 } step_run;
 
 /* Width of the states that a step reads. */
 INLINE long state_width(const fd_step_network *n, int step) {
     if (n->kind == FD_STEP_HEADS) return (step + 1l) * n->hidden;
-    if (!step || n->kind == FD_STEP_BLOCK) return n->hidden;
+    if (!step || n->kind == FD_STEP_PARALLEL) return n->hidden;
     return n->kind == FD_STEP_LSTM ? 2l * n->inner : n->inner;
 }
 
-INLINE long logit_rows(const fd_step_network *n) { return n->kind == FD_STEP_BLOCK ? n->num_steps : 1; }
+INLINE long logit_rows(const fd_step_network *n) { return n->kind == FD_STEP_PARALLEL ? n->num_steps : 1; }
 
 static long product_width(const fd_step_network *n) {
     long width = 0;
     for (int i = 0; i < n->num_steps; i++) {
-        const fd_step *s = &n->steps[n->kind == FD_STEP_BLOCK ? 0 : i];
+        const fd_step *s = &n->steps[n->kind == FD_STEP_PARALLEL ? 0 : i];
         width = max_long(width, s->input.n);
         for (int j = 0; j < s->num_blocks; j++) width = max_long(width, s->blocks[j].n);
     }
@@ -46,7 +46,7 @@ static long product_width(const fd_step_network *n) {
 static long step_input_bytes(const fd_step_network *n) {
     long bytes = 0;
     for (int i = 0; i < n->num_steps; i++) {
-        const fd_step *s = &n->steps[n->kind == FD_STEP_BLOCK ? 0 : i];
+        const fd_step *s = &n->steps[n->kind == FD_STEP_PARALLEL ? 0 : i];
         bytes = max_long(bytes, logit_rows(n) * row_bytes(&s->head));
         if (s->input.n) bytes = max_long(bytes, row_bytes(&s->input));
         for (int j = 0; j < s->num_blocks; j++) bytes = max_long(bytes, row_bytes(&s->blocks[j]));
@@ -60,7 +60,7 @@ static int64_t step_scratch(const fd_step_network *n, int rows) {
 
 static step_run start_step(const fd_step_network *n, const fd_step_pass *p) {
     step_run r = {.network = n, .pass = *p, .num_heads = n->num_steps};
-    r.step = &n->steps[n->kind == FD_STEP_BLOCK ? 0 : p->step];
+    r.step = &n->steps[n->kind == FD_STEP_PARALLEL ? 0 : p->step];
     r.input = align(p->scratch);
     r.product = (float *)align(r.input + p->num_rows * step_input_bytes(n));
     r.residual = (float *)align((char *)(r.product + p->num_rows * product_width(n)));
@@ -229,7 +229,7 @@ static void run_step(step_run *r, fd_team *team) {
     const fd_weight *head = &r->step->head;
     int rows = r->pass.num_rows;
     if (r->network->kind == FD_STEP_HEADS) run_heads(r, team);
-    else if (r->network->kind == FD_STEP_BLOCK) run_block(r, team), rows *= r->num_heads;
+    else if (r->network->kind == FD_STEP_PARALLEL) run_block(r, team), rows *= r->num_heads;
     else run_cell(r, team);
     epilogue to_logits = store_to(head, r->pass.logits, head->n, 1.0f);
     matmul(team, head, r->input, rows, &to_logits);

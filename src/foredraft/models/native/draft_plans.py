@@ -1,4 +1,4 @@
-"""What a native loop needs to sample chains of draft tokens, and what it returns; the network's part is elsewhere."""
+"""Plans and results of native loops that sample chains of draft tokens, without the part of the network."""
 
 from array import array
 from collections.abc import Sequence

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from foredraft.kernels.cpu.library import NativeLibrary, load_library
 from foredraft.kernels.cpu.records import (
+    HeadStepRecord,
     NormRecord,
     StepNetworkRecord,
     StepPassRecord,
-    StepRecord,
     StepRootsRecord,
     WeightRecord,
 )
@@ -35,7 +35,7 @@ class StepKind(IntEnum):
     MLP = 0
     LSTM = 1
     HEADS = 2
-    BLOCK = 3
+    PARALLEL = 3
 
 
 @dataclass(frozen=True)
@@ -53,13 +53,13 @@ class StepWeights:
         """List the tensors to which a record points beside the packed weights."""
         return [*(self.norm or ()), *(self.cell_norm or ()), *([] if self.embedding is None else [self.embedding])]
 
-    def build_record(self) -> StepRecord:
+    def build_record(self) -> HeadStepRecord:
         """Build the record, which is valid as long as the weights live."""
         blocks = (WeightRecord * len(self.blocks))(*(weight.record for weight in self.blocks))
         norm, cell_norm = (
             NormRecord(*(x.data_ptr() for x in tensors or ())) for tensors in (self.norm, self.cell_norm)
         )
-        return StepRecord(
+        return HeadStepRecord(
             input=WeightRecord() if self.input is None else self.input.record,
             norm=norm,
             cell_norm=cell_norm,
@@ -99,10 +99,10 @@ class NativeStepNetwork:
 
         Args:
             kind: kind of the network.
-            steps: weights of every step. BLOCK has one for all.
+            steps: weights of every step. PARALLEL has one for all.
             hidden: H, width of the target's states.
             inner: width of the cell's states. Default 0 = no cell.
-            num_heads: heads of a BLOCK. Default None = as many as there are steps.
+            num_heads: heads of PARALLEL. Default None = as many as there are steps.
             input_weight: [H] float32 factor of the normed target state. Default None = no norm.
             token_share: factor of an embedding that is added to a state.
             eps: of the norms.
@@ -111,11 +111,11 @@ class NativeStepNetwork:
         assert native is not None, "the caller has packed weights for the library"
         if not all(tensor.is_contiguous() for step in steps for tensor in step.list_tensors()):
             raise ValueError("norms and embeddings of a native step network are contiguous")
-        records = (StepRecord * len(steps))(*(step.build_record() for step in steps))
+        records = (HeadStepRecord * len(steps))(*(step.build_record() for step in steps))
         embeddings = [step.embedding for step in steps if step.embedding is not None]
         num_steps = len(steps) if num_heads is None else num_heads
         record = StepNetworkRecord(
-            steps=ctypes.cast(records, ctypes.POINTER(StepRecord)),
+            steps=ctypes.cast(records, ctypes.POINTER(HeadStepRecord)),
             input_weight=None if input_weight is None else input_weight.data_ptr(),
             kind=kind,
             num_steps=num_steps,
@@ -129,7 +129,7 @@ class NativeStepNetwork:
             StepKind.MLP: [hidden, *[inner] * num_steps],
             StepKind.LSTM: [hidden, *[2 * inner] * num_steps],
             StepKind.HEADS: [hidden * step for step in range(1, num_steps + 2)],
-            StepKind.BLOCK: [hidden] * (num_steps + 1),
+            StepKind.PARALLEL: [hidden] * (num_steps + 1),
         }
         num_tokens = min(map(len, embeddings)) if embeddings else None
         kept = (*steps, records, input_weight)
@@ -140,15 +140,15 @@ class NativeStepNetwork:
         return len(self.widths) - 1
 
     def forward(self, step: int, states: Tensor, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Run one step; of a BLOCK, all heads.
+        """Run one step; of PARALLEL heads, all heads.
 
         Args:
             step: index of the step.
             states: states [R, width] that it reads, float32.
-            tokens: R tokens after them; a BLOCK reads none.
+            tokens: R tokens after them; PARALLEL reads none.
 
         Returns:
-            The next states [R, width], and logits [R, W] of the next tokens. Of a BLOCK its states, and logits
+            The next states [R, width], and logits [R, W] of the next tokens. Of PARALLEL heads its states, and logits
             [R, D, W].
 
         Raises:
@@ -159,7 +159,7 @@ class NativeStepNetwork:
         size = len(states)
         if states.shape != (size, self.widths[step]) or states.dtype != torch.float32:
             raise ValueError(f"step {step} reads float32 states of width {self.widths[step]}")
-        states, is_block = states.contiguous(), self.kind is StepKind.BLOCK
+        states, is_block = states.contiguous(), self.kind is StepKind.PARALLEL
         following = states if is_block else torch.empty(size, self.widths[step + 1])
         logits = torch.empty(size, *([self.num_steps] if is_block else []), self.num_logits)
         numbers = array("i", tokens)
