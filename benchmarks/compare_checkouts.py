@@ -1,7 +1,7 @@
 """Speed of two source folders, measured in turns: the cost of a step, and the time of outputs of the built-in pair.
 
     python benchmarks/compare_checkouts.py OLD/src NEW/src [--rounds 40] [--steps 40] [--batches 1,16] [--drafts 0,4]
-        [--proposals draft_model:2,eagle:3]
+        [--proposals draft_model:2,eagle:3,draft_model:2:int8 [--temperature 1]]
 
 Each folder runs in a process of its own. The two processes take turns, one short slice at a time, so that both see the
 same state of the machine. A slice yields the lower quartile of the processor time of its steps, or that of the
@@ -86,15 +86,16 @@ def create_pair_slices() -> dict[str, Callable[[], float]]:
     return {label: create_slice(drafter, num_tokens) for label, (drafter, num_tokens) in PAIR_MODES.items()}
 
 
-def create_proposal_slices(specs: list[str]) -> dict[str, Callable[[], float]]:
+def create_proposal_slices(specs: list[str], temperature: float) -> dict[str, Callable[[], float]]:
     """Return one function per drafter and batch, which returns the lower quartile of the seconds of its proposals."""
     from foredraft import LLM, Sampling
 
     llm = LLM(drafter=None)
 
-    def create_slice(method: str, num_tokens: int, num_prompts: int) -> Callable[[], float]:
-        one = llm.with_drafter(method, num_tokens)
-        sampling = Sampling(temperature=0.0, max_tokens=PAIR_TOKENS, ignore_eos=True)
+    def create_slice(method: str, num_tokens: int, num_prompts: int, *weights: str) -> Callable[[], float]:
+        spec = {"method": method, "quantization": weights[0]} if weights else method
+        one = llm.with_drafter(spec, num_tokens)
+        sampling = Sampling(temperature=temperature, max_tokens=PAIR_TOKENS, ignore_eos=True)
         seconds: list[float] = []
         propose = one.drafter.propose
 
@@ -113,8 +114,11 @@ def create_proposal_slices(specs: list[str]) -> dict[str, Callable[[], float]]:
 
         return run
 
-    pairs = [(method, int(length)) for method, length in (spec.split(":") for spec in specs)]
-    return {f"propose, {m}:{n}, B {b}": create_slice(m, n, b) for (m, n), b in itertools.product(pairs, (1, 4))}
+    parts = {spec: spec.split(":") for spec in specs}
+    return {
+        f"propose, {spec}, B {b}": create_slice(method, int(length), b, *weights)
+        for (spec, (method, length, *weights)), b in itertools.product(parts.items(), (1, 4))
+    }
 
 
 def serve(args: argparse.Namespace) -> None:
@@ -122,7 +126,7 @@ def serve(args: argparse.Namespace) -> None:
     import torch
 
     torch.set_num_threads(1)
-    slices = create_proposal_slices(args.proposals) if args.proposals else create_step_slices(args)
+    slices = create_proposal_slices(args.proposals, args.temperature) if args.proposals else create_step_slices(args)
     if not args.no_pair and not args.proposals:
         slices |= create_pair_slices()
     print(json.dumps(list(slices)), flush=True)
@@ -188,6 +192,7 @@ def main() -> None:
     parser.add_argument("--drafts", type=parse_numbers, default=[0, 4])
     parser.add_argument("--modes", type=lambda text: text.split(","), default=["greedy", "match", "reject top-p 0.9"])
     parser.add_argument("--proposals", type=lambda text: text.split(","), help="only the proposals of these drafters")
+    parser.add_argument("--temperature", type=float, default=0.0, help="of the outputs of --proposals")
     parser.add_argument("--no-pair", action="store_true", help="only the rows with steps")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()

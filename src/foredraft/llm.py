@@ -103,8 +103,8 @@ class LLM(CompletionGenerator):
         self._named_rule = parse_rule(drafter, verify)
         self.limits = limits or MemoryLimits()
         loaded = load_target(
-            model, dtype=dtype, quantization=quantization, device=device, tokenizer=tokenizer,
-            max_model_len=max_model_len, fused=fused, revision=revision, tensor_parallel_size=tensor_parallel_size, lora=lora,
+            model, dtype=dtype, quantization=quantization, device=device, tokenizer=tokenizer, lora=lora,
+            max_model_len=max_model_len, fused=fused, revision=revision, tensor_parallel_size=tensor_parallel_size,
             sharer=None if shares_weights_of is None else shares_weights_of.target, exact=exact, kv_dtype=kv_dtype,
         )  # fmt: skip
         self.target, self.tokenizer = loaded.model, loaded.tokenizer

@@ -29,6 +29,11 @@ class FeatureRows(NamedTuple):
         rows = self.rows[first : first + n] if is_consecutive else self.rows[list(self.indices)]
         return select_columns(rows, self.columns, self.num_layers) if self.columns else rows
 
+    def read_row(self, i: int) -> Tensor:
+        """Return row i [F] of the selected layers; a view if they are adjacent."""
+        row = self.rows[self.indices[i]]
+        return select_columns(row, self.columns, self.num_layers) if self.columns else row
+
 
 @dataclass(frozen=True, eq=False)
 class PathFeatures:

@@ -19,7 +19,8 @@ import torch
 from foredraft.errors import ForedraftError
 from foredraft.kernels.arena import Arena
 from foredraft.kernels.cpu import build
-from foredraft.kernels.cpu.library import TILE_SET, LinearRecord, NativeLibrary, load_library
+from foredraft.kernels.cpu.library import TILE_SET, NativeLibrary, load_library
+from foredraft.kernels.cpu.records import LinearRecord
 from foredraft.kernels.linear import PackedWeight, linear
 from tests.support.library_setups import EMULATED, NATIVE, build_emulated, make_normal, use_library
 

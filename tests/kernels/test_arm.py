@@ -16,7 +16,7 @@ from torch import Tensor
 from foredraft.kernels import quantize
 from foredraft.kernels.arena import Arena
 from foredraft.kernels.attention import attend_reference
-from foredraft.kernels.cpu.library import AttentionRecord, LinearRecord, SamplingRecord, WeightRecord
+from foredraft.kernels.cpu.records import AttentionRecord, LinearRecord, SamplingRecord, WeightRecord
 from foredraft.kernels.linear import PackedWeight, linear, linear_reference
 from foredraft.kernels.rows import PackedRows
 from foredraft.kernels.sampler import NativeSampler

@@ -15,7 +15,8 @@ from foredraft.kernels.arena import Arena
 from foredraft.kernels.attention import attend
 from foredraft.kernels.cpu import build, openmp
 from foredraft.kernels.cpu import library as module
-from foredraft.kernels.cpu.library import INSTRUCTION_SETS, KERNELS_VARIABLE, RECORDS, NativeLibrary, load_library
+from foredraft.kernels.cpu.library import INSTRUCTION_SETS, KERNELS_VARIABLE, NativeLibrary, load_library
+from foredraft.kernels.cpu.records import RECORDS
 from foredraft.kernels.linear import PackedWeight, linear, linear_reference
 from foredraft.kernels.rows import PackedRows
 from foredraft.models.forward_batch import Span

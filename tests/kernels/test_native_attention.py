@@ -17,7 +17,8 @@ from torch import Tensor
 
 from foredraft.kernels.attention import attend, attend_reference, can_attend
 from foredraft.kernels.cpu import build
-from foredraft.kernels.cpu.library import AttentionRecord, _open_library
+from foredraft.kernels.cpu.library import _open_library
+from foredraft.kernels.cpu.records import AttentionRecord
 from foredraft.kernels.rows import PackedRows
 from foredraft.models.forward_batch import Span
 from tests.models.test_forward_batch import PAGE_SIZE, spans

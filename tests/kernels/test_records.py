@@ -14,8 +14,8 @@ import pytest
 
 from foredraft.drafters.suffix.native_automaton import _MatchRecord, _RankedDraftRecord
 from foredraft.kernels.cpu import build
-from foredraft.kernels.cpu import library as module
-from foredraft.kernels.cpu.library import RECORDS, LayerRecord, NormRecord, PassRecord
+from foredraft.kernels.cpu import records as module
+from foredraft.kernels.cpu.records import RECORDS, LayerRecord, NormRecord, PassRecord
 
 pytestmark = pytest.mark.skipif(build.find_compiler() is None, reason="no C compiler")
 

@@ -87,8 +87,7 @@ class ModelOptions:
         ),
     ] = None
     quantization: Annotated[
-        str | None,
-        _make_option("Round the target's weights to int8 or int4 while loading. Default: off.", panel="Model"),
+        str | None, _make_option("Round the target's weights to int8 or int4. Default: off.", panel="Model")
     ] = None
     spec_quantization: Annotated[
         str | None, _make_option("Round the draft model's weights to int8 or int4. Default: off.", panel="Model")

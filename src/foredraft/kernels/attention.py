@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from foredraft.errors import ForedraftError
-from foredraft.kernels.cpu.library import KV_KINDS, AttentionRecord, load_library
+from foredraft.kernels.cpu.library import load_library
+from foredraft.kernels.cpu.records import KV_KINDS, AttentionRecord
 from foredraft.kernels.rows import PackedRows
 
 HEAD_DIM_MULTIPLE = 16  # head widths are whole vectors

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from foredraft.errors import ForedraftError
 from foredraft.kernels.arena import Arena
-from foredraft.kernels.cpu.library import LinearRecord, WeightRecord, load_library
+from foredraft.kernels.cpu.library import load_library
+from foredraft.kernels.cpu.records import LinearRecord, WeightRecord
 
 PANEL = 32  # outputs of a panel
 DTYPE_KINDS = {torch.bfloat16: 0, torch.float32: 1}  # as in foredraft.h; int8 and int4 follow

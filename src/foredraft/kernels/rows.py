@@ -1,13 +1,15 @@
 """Rows of a forward pass in the layout of the native code: one int32 array of nine lists, and their addresses."""
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from foredraft.kernels.cpu.library import RowsRecord
+from foredraft.kernels.cpu.records import RowsRecord
 
 
 class RowSpan(Protocol):
@@ -32,11 +34,19 @@ class RowSpan(Protocol):
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Packed rows. `record` points into `numbers` and is valid as long as this object lives."""
+    """Packed rows. `record` points into `memory` and is valid as long as this object lives.
+
+    The memory of fresh rows is an array of Python: a native pass needs no tensor, which takes longer to make.
+    """
 
     record: RowsRecord
-    numbers: Tensor  # int32: the nine lists of fd_rows, concatenated
+    memory: "array[int] | Tensor"  # int32: the nine lists of fd_rows, concatenated
     counts: tuple[int, ...]  # their lengths
+
+    @cached_property
+    def numbers(self) -> Tensor:
+        """The nine lists, concatenated, as int32; they share `memory`."""
+        return torch.frombuffer(self.memory, dtype=torch.int32) if isinstance(self.memory, array) else self.memory
 
     @property
     def num_rows(self) -> int:
@@ -76,35 +86,35 @@ class PackedRows:
                 tail.append(len(path))
                 tails += [slots[i] for i in path]
         lists.append(list(logit_rows))
-        flat = [number for numbers in lists for number in numbers]
-        return cls._from_lengths(torch.tensor(flat, dtype=torch.int32), [len(x) for x in lists], page_size, start, tail)
+        flat = array("i")
+        for numbers in lists:
+            flat.extend(numbers)
+        counts, longest = [len(numbers) for numbers in lists], max(map(int.__add__, start, tail))
+        return cls._from_longest(flat, flat.buffer_info()[0], counts, page_size, longest)
 
     @classmethod
     def from_numbers(cls, numbers: Tensor, counts: Sequence[int], page_size: int) -> "PackedRows":
         """Make a record for the `numbers` and `counts` of other packed rows."""
         lists = _split_lists(numbers, counts)
-        return cls._from_lengths(numbers, counts, page_size, lists[6], lists[7])
+        longest = max(map(int.__add__, lists[6], lists[7]))
+        return cls._from_longest(numbers, numbers.data_ptr(), counts, page_size, longest)
 
     @classmethod
     def from_numbers_with_longest(
         cls, numbers: Tensor, counts: Sequence[int], page_size: int, longest: int
     ) -> "PackedRows":
         """Make a record from concatenated lists and `longest`, the most keys that any row sees."""
-        return cls._from_longest(numbers, counts, page_size, longest)
+        return cls._from_longest(numbers, numbers.data_ptr(), counts, page_size, longest)
 
     @classmethod
-    def _from_lengths(
-        cls, numbers: Tensor, counts: Sequence[int], page_size: int, start: list[int], tail: list[int]
+    def _from_longest(
+        cls, memory: "array[int] | Tensor", address: int, counts: Sequence[int], page_size: int, longest: int
     ) -> "PackedRows":
-        return cls._from_longest(numbers, counts, page_size, max(map(int.__add__, start, tail)))
-
-    @classmethod
-    def _from_longest(cls, numbers: Tensor, counts: Sequence[int], page_size: int, longest: int) -> "PackedRows":
-        address, addresses = numbers.data_ptr(), []
+        addresses = []
         for count in counts:
             addresses.append(address)
             address += 4 * count
-        return cls(RowsRecord(counts[0], page_size, counts[8], longest, *addresses), numbers, tuple(counts))
+        return cls(RowsRecord(counts[0], page_size, counts[8], longest, *addresses), memory, tuple(counts))
 
     def list_slots(self, row: int) -> list[int]:
         """Return the pool slots that a row sees, in order."""

@@ -12,7 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from foredraft.kernels.cpu.library import NativeLibrary, SamplingRecord, load_library
+from foredraft.kernels.cpu.library import NativeLibrary, load_library
+from foredraft.kernels.cpu.records import SamplingRecord
 
 UNCERTAIN = -2  # "token" of a race that rounding decides
 # Relative distance of the two best scores below which rounding may decide: 8 times that of two float32 numbers.

@@ -18,7 +18,8 @@ from pathlib import Path
 import torch
 
 from foredraft.kernels.arena import Arena
-from foredraft.kernels.cpu.library import ROW_CLASSES, NativeLibrary, TuningRecord
+from foredraft.kernels.cpu.library import ROW_CLASSES, NativeLibrary
+from foredraft.kernels.cpu.records import TuningRecord
 from foredraft.kernels.linear import PackedWeight, linear
 
 log = logging.getLogger(__name__)

@@ -40,6 +40,7 @@ class KVPool:
     states: StatePool | None = None  # of recurrent layers; None = the model has none
     _layer_addresses: "LayerAddresses | None" = None  # cached `addresses`; None after a layer has grown
     _pointer_table: Any = None  # of all layers, for `kernels.move`; None after a layer has grown
+    _reserved: tuple[int, int] = (0, 0)  # first layers, and slots that each of them has; (0, 0) after one has grown
 
     @classmethod
     def for_device(cls, device: torch.device, is_native: bool = False, states: StatePool | None = None) -> "KVPool":
@@ -84,6 +85,8 @@ class KVPool:
 
     def reserve(self, like: Sequence[Tensor], num_slots: int) -> None:
         """Grow every layer to num_slots; like[i] is an empty tensor [0, H, D] like the keys and values of layer i."""
+        if len(like) <= self._reserved[0] and num_slots <= self._reserved[1]:
+            return  # reading the sizes of all tensors takes longer
         for layer, sample in enumerate(like):
             tensors = self.layers.get(layer)
             if tensors is None or len(tensors[0]) < num_slots:
@@ -92,6 +95,7 @@ class KVPool:
                     self._grow_layer(keys, sample, num_slots),
                     self._grow_layer(values, sample, num_slots),
                 )
+        self._reserved = (len(like), num_slots)
 
     @property
     def state_pools(self) -> tuple[StatePool, ...]:
@@ -136,6 +140,7 @@ class KVPool:
 
     def _forget_addresses(self) -> None:
         self._layer_addresses = self._pointer_table = None
+        self._reserved = (0, 0)
         self.layout_version += 1
 
     def _choose_size(self, num_slots: int) -> int:

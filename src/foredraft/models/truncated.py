@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from foredraft.errors import ForedraftError
-from foredraft.kernels.cpu.library import LayerRecord
+from foredraft.kernels.cpu.records import LayerRecord
 from foredraft.kernels.linear import PackedWeight
 from foredraft.kv.pool import KVPool
 from foredraft.models.forward_batch import ForwardBatch

@@ -118,12 +118,18 @@ def test_the_layout_for_drafting_has_the_numbers_of_the_formula(depth: int, dtyp
     assert products.is_native == (dtype in DTYPE_KINDS)
     steps = BlockwiseStepRunner(shape, tensors, depth, products, target)
     states = steps.begin(hidden)
+    native = steps.make_native()
+    assert (native is None) == (dtype == torch.float64)
+    native_states = hidden if native is None else native.begin(hidden)
     lm_head = target.model.get_output_embeddings().weight.double()
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 5e-2}[dtype]
     for head in range(depth):
         states, logits = steps(head, states, [1, 2, 3, 4, 5])
         wanted = formula(tensors, hidden.double(), head, lm_head)
         assert (logits.double() - wanted).norm() <= tolerance * wanted.norm()
+        if native is not None:
+            native_states, logits = native(head, native_states, [1, 2, 3, 4, 5])
+            assert (logits.double() - wanted).norm() <= tolerance * wanted.norm()
 
 
 def test_the_network_under_training_has_the_numbers_of_the_formula() -> None:

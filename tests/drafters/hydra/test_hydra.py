@@ -153,6 +153,9 @@ def test_steps_and_network_have_the_numbers_of_the_formula(shape: HydraShape, dt
     steps, network = HydraStepRunner(shape, tensors, 3, products, target, V), HydraHeads(shape, target).double()
     network.load_state_dict(tensors)
     states, trained = steps.begin(hidden), network.begin(hidden)
+    native = steps.make_native()
+    assert (native is None) == (dtype == torch.float64)
+    native_states = hidden if native is None else native.begin(hidden)
     lm_head, rows = (x.double() for x in (target.model.get_output_embeddings().weight, target.embedding))
     seen = [hidden.double()]
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 5e-2}[dtype]
@@ -161,6 +164,10 @@ def test_steps_and_network_have_the_numbers_of_the_formula(shape: HydraShape, dt
         wanted = formula(tensors, seen, head, lm_head)
         states, logits = steps(head, states, token)
         assert (logits.double() - wanted).norm() <= tolerance * wanted.norm()
+        if native is not None:
+            native_states, logits = native(head, native_states, token)
+            assert (logits.double() - wanted).norm() <= tolerance * wanted.norm()
+            assert torch.equal(native_states, states.float())
         trained = network(head, trained, torch.tensor(token))
         learnt = network.compute_logits(head, trained)
         assert (learnt.double() - wanted).norm() <= max(tolerance, 1e-10) * wanted.norm()

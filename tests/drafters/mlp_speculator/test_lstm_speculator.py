@@ -18,6 +18,7 @@ from foredraft.drafters.losses import compute_draft_loss
 from foredraft.drafters.mlp_speculator import method as mlp_speculator
 from foredraft.drafters.mlp_speculator.lstm_network import LSTMSpeculator, LSTMStepRunner
 from foredraft.drafters.mlp_speculator.shape import MlpSpeculatorShape
+from foredraft.kernels.cpu.library import load_library
 from foredraft.models.forward_batch import AFTER_FINAL_NORM
 from tests.support import successor_model, tiny_heads, tiny_models
 from tests.support.tiny_heads import HeadCase
@@ -73,12 +74,19 @@ def test_steps_and_network_have_the_numbers_of_the_formula(inner, scales_input, 
     network = LSTMSpeculator(shape).double()
     network.load_state_dict(tensors)
     states, trained = runner.begin(hidden), network.begin(hidden.double())
+    native = runner.make_native(3)
+    assert (native is None) == (dtype == torch.float64 or load_library() is None)
+    native_states = hidden if native is None else native.begin(hidden)
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 5e-2}[dtype]
     for i, token in enumerate(TOKENS):
         states, logits = runner(i, states, token)
         assert (logits.double() - wanted[i]).norm() <= tolerance * wanted[i].norm()
         trained = network(i, trained, torch.tensor(token))
         assert torch.allclose(network.compute_logits(i, trained), wanted[i], atol=1e-10)
+        if native is not None:
+            native_states, logits = native(i, native_states, token)
+            assert (logits.double() - wanted[i]).norm() <= tolerance * wanted[i].norm()
+            assert torch.allclose(native_states, states, atol=tolerance)
 
 
 def test_every_node_of_a_tree_goes_on_from_its_own_state_and_cell():

@@ -148,12 +148,19 @@ def test_steps_and_network_have_the_numbers_of_the_formula(shape: MlpSpeculatorS
     network.load_state_dict(tensors)
     states, trained = steps.begin(hidden), network.begin(hidden.double())
     assert states.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    native = steps.make_native()
+    assert (native is None) == (dtype == torch.float64)
+    native_states = hidden if native is None else native.begin(hidden)
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 5e-2}[dtype]
     for i, token in enumerate(tokens):
         states, logits = steps(i, states, token)
         assert (logits.double() - wanted[i]).norm() <= tolerance * wanted[i].norm()
         trained = network(i, trained, torch.tensor(token))
         assert torch.allclose(network.compute_logits(i, trained), wanted[i], atol=1e-10)
+        if native is not None:
+            native_states, logits = native(i, native_states, token)
+            assert (logits.double() - wanted[i]).norm() <= tolerance * wanted[i].norm()
+            assert torch.allclose(native_states, states, atol=tolerance)
 
 
 def test_tied_steps_are_held_once() -> None:

@@ -48,7 +48,7 @@ def from_checkpoint(config: Config, checkpoint: Checkpoint, context: DrafterCont
     spec = config.to_tree_spec(context.num_speculative_tokens, shape)
     linears = LinearFactory(context, config.quantization)
     runner = BlockwiseStepRunner(shape, checkpoint.tensors, spec.max_depth, linears, context.target)
-    return StepDrafter(runner, spec, context)
+    return StepDrafter(runner.make_native() or runner, spec, context)
 
 
 METHOD = Method(

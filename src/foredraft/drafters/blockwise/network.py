@@ -7,7 +7,9 @@ from torch.nn import functional as F
 
 from foredraft.drafters.blockwise.checkpoint import BlockwiseShape
 from foredraft.drafters.common.last_hidden_state import LinearFactory, make_target_head
+from foredraft.drafters.common.native_steps import NativeBlockRunner, collect_packed
 from foredraft.models.hf import HFModel
+from foredraft.models.native.step_network import NativeStepNetwork, StepKind, StepWeights
 
 
 class BlockwiseHeads(nn.Module):
@@ -49,10 +51,22 @@ class BlockwiseStepRunner:
         target: HFModel | None,
     ) -> None:
         self.depth = depth
+        self.shape = shape
+        self.native: NativeStepNetwork | None = None  # this is the form on torch's operators
         rows = depth * shape.hidden
         self._hidden = linears.make(tensors["hidden.weight"], tensors["hidden.bias"])
         self._output = linears.make(tensors["output.weight"][:rows], tensors["output.bias"][:rows])
         self._head = make_target_head(target, linears)
+
+    def make_native(self) -> NativeBlockRunner | None:
+        """Make the native form; None if a product is no native kernel."""
+        packed = collect_packed([self._head, self._hidden, self._output])
+        if packed is None or not self.depth:
+            return None
+        head, hidden, output = packed
+        steps = [StepWeights(head, hidden, (output,))]
+        network = NativeStepNetwork.from_steps(StepKind.PARALLEL, steps, self.shape.hidden, num_heads=self.depth)
+        return NativeBlockRunner(network)
 
     def begin(self, hidden: Tensor) -> Tensor:
         """Compute the logits [R, D, V] of the block from states [R, H]."""

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from foredraft.drafters.common.growing_kv_draft import GrowingKVDraft
 from foredraft.drafters.common.tree_builder import TreeBuilder
 from foredraft.drafters.draft import draft_noise_key
-from foredraft.models.native.draft_chain import ChainPlan, ChainTokens
+from foredraft.models.native.draft_chain import ChainPlan
+from foredraft.models.native.draft_plans import DraftPlan, DraftTokens
 
 
 def is_native_chain(builder: TreeBuilder) -> bool:
@@ -19,16 +20,23 @@ def is_native_chain(builder: TreeBuilder) -> bool:
     return builder.is_greedy or builder.uses_q or builder.shares_noise
 
 
-def plan_chain(draft: GrowingKVDraft) -> ChainPlan:
-    """Make the plan of a draft that `is_native_chain`."""
-    builder, request, depth = draft.builder, draft.builder.request, draft.builder.tree_spec.max_depth
+def plan_sampling(builder: TreeBuilder) -> DraftPlan:
+    """Make the plan of a draft without KV entries that `is_native_chain`."""
+    request, depth = builder.request, builder.tree_spec.max_depth
     nodes = () if builder.is_greedy else range(depth)  # node d has depth d
     keys = [draft_noise_key(request, node, node, builder.draft_stream) for node in nodes]
-    settings, end_ids = request.spec.sampling.filter_settings, request.spec.end_ids
-    return ChainPlan(request.pages, draft.start, depth, settings, keys, end_ids, builder.uses_q)
+    return DraftPlan(depth, request.spec.sampling.filter_settings, keys, request.spec.end_ids, builder.uses_q)
 
 
-def finish_chains(drafts: Sequence[GrowingKVDraft], plans: Sequence[ChainPlan], found: ChainTokens) -> None:
+def plan_chain(draft: GrowingKVDraft) -> ChainPlan:
+    """Make the plan of a draft that `is_native_chain`."""
+    plan = plan_sampling(draft.builder)
+    return ChainPlan(
+        plan.depth, plan.settings, plan.keys, plan.end_ids, plan.uses_q, draft.builder.request.pages, draft.start
+    )
+
+
+def finish_chains(drafts: Sequence[GrowingKVDraft], plans: Sequence[ChainPlan], found: DraftTokens) -> None:
     """Store the tokens in the drafts."""
     for b, (draft, plan) in enumerate(zip(drafts, plans, strict=True)):
         tokens = found.tokens[b]

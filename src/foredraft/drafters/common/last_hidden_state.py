@@ -5,6 +5,7 @@ token is the root of the next draft. A state of another position would predict t
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,7 +23,16 @@ from foredraft.path_features import FeatureRows
 from foredraft.request import Batch, Request
 from foredraft.tree import Commit
 
-LinearFunction = Callable[[Tensor], Tensor]  # [R, k] -> [R, n]
+
+@dataclass(frozen=True)
+class HeadLinear:
+    """Matrix product of a drafter's head."""
+
+    function: Callable[[Tensor], Tensor]  # [R, k] -> [R, n]
+    packed: PackedWeight | None = None  # the matrix, if the product is a native kernel
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.function(x)
 
 
 class LastHiddenStates:
@@ -45,7 +55,7 @@ class LastHiddenStates:
     def get(self, request: Request) -> Tensor | None:
         """Return the state [H] before the last committed token; None during the prompt or after a missed step."""
         entry = self._states.get(request.slot)
-        return entry[1].read()[0] if entry is not None and entry[0] == request.num_tokens - 2 else None
+        return entry[1].read_row(0) if entry is not None and entry[0] == request.num_tokens - 2 else None
 
     def forget(self, slots: Sequence[int]) -> None:
         for slot in slots:
@@ -83,7 +93,7 @@ class LinearFactory:
             raise ForedraftError(f"quantization {quantization} runs on the CPU, from bfloat16 or float32 weights")
         self.is_native = self.is_quantised or can_run_native(context)
 
-    def make(self, weight: Tensor, bias: Tensor | None = None, is_head: bool = False) -> LinearFunction:
+    def make(self, weight: Tensor, bias: Tensor | None = None, is_head: bool = False) -> HeadLinear:
         """Make the function x [R, k] -> x W^T + b [R, n].
 
         Args:
@@ -92,13 +102,13 @@ class LinearFactory:
             is_head: whether W is an output matrix over the vocabulary, which is packed differently.
 
         Returns:
-            A function with float32 output if native, else output in the drafter's dtype.
+            A product with float32 output if native, else output in the drafter's dtype.
         """
         weight = weight.to(self.device, self.dtype)
         if self.is_native:
             return make_packed_linear((self.pack_head if is_head else self.pack)(weight, bias, self.arena))
         plain_bias = None if bias is None else bias.to(self.device, self.dtype)
-        return lambda x: F.linear(x.to(weight.dtype), weight, plain_bias)
+        return HeadLinear(lambda x: F.linear(x.to(weight.dtype), weight, plain_bias))
 
     def make_grouped(self, weights: Sequence[Tensor], is_head: bool = False) -> Callable[[Tensor, int], Tensor]:
         """Make the function (x [R, D, k], D) -> [R, D, n] that applies weights[d] to x[:, d]."""
@@ -109,14 +119,14 @@ class LinearFactory:
         return lambda x, depth: torch.bmm(x.to(stacked.dtype).transpose(0, 1), stacked[:depth].mT).transpose(0, 1)
 
 
-def make_packed_linear(packed: PackedWeight) -> LinearFunction:
+def make_packed_linear(packed: PackedWeight) -> HeadLinear:
     """Return the product with a packed matrix as a direct kernel call, without the overhead of a torch operator."""
     if load_library() is None:
-        return lambda x: multiply(x, packed)
-    return lambda x: linear(x, packed)
+        return HeadLinear(lambda x: multiply(x, packed))
+    return HeadLinear(lambda x: linear(x, packed), packed)
 
 
-def make_target_head(target: HFModel | None, linears: LinearFactory) -> LinearFunction:
+def make_target_head(target: HFModel | None, linears: LinearFactory) -> HeadLinear:
     """Make the function [R, H] -> [R, V] with the target's output matrix, in its packed form if there is one."""
     if target is None:
         raise ForedraftError("these heads draft with the target's lm_head; give Context a target")
@@ -124,4 +134,4 @@ def make_target_head(target: HFModel | None, linears: LinearFactory) -> LinearFu
     if packed is not None:
         return make_packed_linear(packed)
     dtype = target.embedding.dtype
-    return lambda x: target.compute_logits(x.to(dtype))
+    return HeadLinear(lambda x: target.compute_logits(x.to(dtype)))

@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from foredraft.drafters.common.chain_loop import is_native_chain, plan_sampling
 from foredraft.drafters.common.device_loop.loop import DraftLoop, make_draft_loop
 from foredraft.drafters.common.device_loop.recording import LevelOutput
 from foredraft.drafters.common.last_hidden_state import LastHiddenStates, can_run_native, stack_states
@@ -22,6 +23,7 @@ from foredraft.drafters.draft import Draft, to_token_tree
 from foredraft.drafters.method import DrafterContext
 from foredraft.drafters.spec import DrafterSpec
 from foredraft.models.forward_batch import AFTER_FINAL_NORM, ForwardBatch
+from foredraft.models.native.step_network import NativeStepNetwork
 from foredraft.request import Batch, Request
 from foredraft.sampling.filters import argmax_tokens
 from foredraft.tree import Commit, TokenTree
@@ -29,6 +31,10 @@ from foredraft.tree import Commit, TokenTree
 
 class StepRunner(Protocol):
     """Network in the form that drafts: R nodes per step."""
+
+    @property
+    def native(self) -> NativeStepNetwork | None:
+        """Native code that drafts whole chains; None = the network runs on torch's operators."""
 
     def begin(self, hidden: Tensor) -> Tensor:
         """Convert target states [R, H] to the states that the first step reads, R rows."""
@@ -138,10 +144,29 @@ def grow_drafts(
         return []
     if loop is not None and loop.grow(drafts, [stack_states([draft.state for draft in drafts])]):
         return [draft.builder.to_draft() for draft in drafts]
+    if draft_native_chains(runner, drafts, vocab_size):
+        return [draft.to_draft() for draft in drafts]
     if all(draft.is_greedy_chain for draft in drafts):
         return _draft_chains(runner, drafts)
     build_trees(runner, drafts, vocab_size)
     return [draft.builder.to_draft() for draft in drafts]
+
+
+def draft_native_chains(runner: StepRunner, drafts: Sequence[GrowingStepDraft], vocab_size: int) -> bool:
+    """Draft all chains in one native call. Returns False if it cannot; the drafts are as before then."""
+    network = runner.native
+    if network is None or not network.can_draft(vocab_size):
+        return False
+    if not all(is_native_chain(draft.builder) for draft in drafts):
+        return False
+    plans = [plan_sampling(draft.builder) for draft in drafts]
+    states, roots = [draft.state for draft in drafts], [draft.get_token(0) for draft in drafts]
+    found = network.draft(plans, states, roots, vocab_size)
+    if found is None:
+        return False
+    for b, (draft, plan) in enumerate(zip(drafts, plans, strict=True)):
+        draft.finished = Draft.from_chain(found.tokens[b], found.get_q(b, plan))
+    return True
 
 
 def _draft_chains(runner: StepRunner, drafts: Sequence[GrowingStepDraft]) -> list[Draft]:
@@ -153,7 +178,8 @@ def _draft_chains(runner: StepRunner, drafts: Sequence[GrowingStepDraft]) -> lis
         states, logits = runner(step, states, tokens)
         tokens = argmax_tokens(logits if logits.dtype == torch.float64 else logits.float())
         for draft, chain, token in zip(drafts, chains, tokens, strict=True):
-            if len(chain) == step < draft.builder.tree_spec.max_depth and token >= 0:
+            is_growing = len(chain) == step < draft.builder.tree_spec.max_depth
+            if is_growing and token >= 0 and not (chain and chain[-1] in draft.request.spec.end_ids):
                 chain.append(token)
         tokens = [max(token, 0) for token in tokens]
     return [Draft.from_chain(tokens) for tokens in chains]

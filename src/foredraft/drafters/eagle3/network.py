@@ -11,10 +11,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from foredraft.checkpoints.schema import Checkpoint
+from foredraft.drafters.common.last_hidden_state import HeadLinear, make_packed_linear
 from foredraft.drafters.common.native_layers import make_native_layers
 from foredraft.drafters.common.target_access import get_packed_lm_head
 from foredraft.drafters.eagle3.shape import Eagle3Shape
 from foredraft.errors import ForedraftError
+from foredraft.kernels.arena import Arena
+from foredraft.kernels.linear import PackedWeight
 from foredraft.models.draft_layer import AttentionFunction, DraftLayer, RMSNorm, RotaryEmbedding
 from foredraft.models.hf import HFModel
 from foredraft.models.native.draft_layers import NativeDraftLayers, PairedInput
@@ -46,6 +49,7 @@ class Eagle3Network(nn.Module):
         if shape.has_embedding:
             self.embed_tokens = nn.Embedding(shape.vocab_size, hidden)
         self.embedding = target.embedding  # [V, H]
+        self.native_fc: HeadLinear | None = None  # takes the place of `fc`, with float32 output
 
     @property
     def token_ids(self) -> Tensor | None:
@@ -59,7 +63,9 @@ class Eagle3Network(nn.Module):
         if self.shape.has_fc_norm:
             chunks = features.chunk(len(self.shape.hidden_layers), -1)
             features = torch.cat([norm(x) for norm, x in zip(self.fc_norm, chunks, strict=True)], -1)
-        return self.fc(features) if self.shape.has_fc else features
+        if not self.shape.has_fc:
+            return features
+        return self.fc(features) if self.native_fc is None else self.native_fc(features)
 
     def forward(
         self, tokens: Tensor, features: Tensor, positions: Tensor, attend: AttentionFunction
@@ -100,4 +106,9 @@ def make_native(network: Eagle3Network) -> NativeDraftLayers | None:
     first: Any = network.layers[0]
     lm_head = network.lm_head.weight.detach() if shape.has_own_head else get_packed_lm_head(network.target[0])
     layer_input = PairedInput(first.hidden_norm, shape.norm_before_residual)
-    return make_native_layers(network, layer_input, lm_head, network.norm, shape.feeds_normed)
+    native = make_native_layers(network, layer_input, lm_head, network.norm, shape.feeds_normed)
+    if native is not None and shape.has_fc:
+        bias = None if network.fc.bias is None else network.fc.bias.detach()
+        network.native_fc = make_packed_linear(PackedWeight.pack(network.fc.weight.detach(), bias, Arena()))
+        network.fc.weight = nn.Parameter(network.fc.weight.new_empty(0), requires_grad=False)
+    return native

@@ -69,7 +69,8 @@ def from_checkpoint(
     shape = checkpoint.require_shape(HydraShape, "Hydra heads")
     spec, target = config.to_tree_spec(context.num_speculative_tokens, shape), require_target(context)
     linears = LinearFactory(context, config.quantization)
-    runner = HydraStepRunner(shape, checkpoint.tensors, spec.max_depth, linears, target, context.vocab_size)
+    heads = HydraStepRunner(shape, checkpoint.tensors, spec.max_depth, linears, target, context.vocab_size)
+    runner = heads.make_native() or heads
     if shape.prefix is None:
         return StepDrafter(runner, spec, context, choose_hidden_layer(shape, target))
     network = load_prefix_layer(checkpoint, target).to(context.device, context.dtype).eval()

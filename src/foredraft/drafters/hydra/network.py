@@ -11,11 +11,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from foredraft.checkpoints.schema import Checkpoint
-from foredraft.drafters.common.last_hidden_state import LinearFactory, LinearFunction, make_target_head
+from foredraft.drafters.common.last_hidden_state import HeadLinear, LinearFactory, make_target_head
+from foredraft.drafters.common.native_steps import NativeStepRunner, collect_packed
 from foredraft.drafters.hydra.checkpoint import PREFIX_LAYER, HydraShape
 from foredraft.drafters.hydra.prefix import HydraPrefixLayer, check_prefix_shape, derive_prefix_block
 from foredraft.models.forward_batch import AFTER_FINAL_NORM
 from foredraft.models.hf import HFModel
+from foredraft.models.native.step_network import NativeStepNetwork, StepKind, StepWeights
 
 
 def choose_hidden_layer(shape: HydraShape, target: HFModel) -> int:
@@ -102,10 +104,10 @@ class HydraHeads(nn.Module):
 class HydraHeadWeights:
     """Weights of one head."""
 
-    reduce: LinearFunction | None  # projection to the rank; None = no rank
-    first_layer: LinearFunction  # both matrices of the first block: rows of W, then rows of W_r
-    later_layers: tuple[LinearFunction, ...]
-    output: LinearFunction
+    reduce: HeadLinear | None  # projection to the rank; None = no rank
+    first_layer: HeadLinear  # both matrices of the first block: rows of W, then rows of W_r
+    later_layers: tuple[HeadLinear, ...]
+    output: HeadLinear
 
 
 class HydraStepRunner:
@@ -130,10 +132,11 @@ class HydraStepRunner:
         vocab_size: int,
     ) -> None:
         self.hidden = shape.hidden
+        self.native: NativeStepNetwork | None = None  # this is the form on torch's operators
         self._embedding = target.embedding[:vocab_size].to(linears.device, linears.dtype)
         shared_output = None if shape.has_own_head else make_target_head(target, linears)
 
-        def make_output(name: str) -> LinearFunction:
+        def make_output(name: str) -> HeadLinear:
             weight, bias = (tensors[f"{name}.{kind}"][:vocab_size] for kind in ("weight", "bias"))
             return linears.make(weight, bias, is_head=True)
 
@@ -149,6 +152,20 @@ class HydraStepRunner:
             )
 
         self._head_weights = [make_head(head) for head in range(depth)]
+
+    def make_native(self) -> NativeStepRunner | None:
+        """Make the native form; None if a product is no native kernel."""
+        steps = []
+        for head in self._head_weights:
+            packed = collect_packed([head.output, head.first_layer, *head.later_layers])
+            reduce = [] if head.reduce is None else collect_packed([head.reduce])
+            if packed is None or reduce is None:
+                return None
+            output, *blocks = packed
+            embedding = self._embedding.contiguous()
+            steps.append(StepWeights(output, reduce[0] if reduce else None, tuple(blocks), embedding=embedding))
+        network = NativeStepNetwork.from_steps(StepKind.HEADS, steps, self.hidden) if steps else None
+        return None if network is None else NativeStepRunner(network)
 
     def begin(self, hidden: Tensor) -> Tensor:
         """Return the states unchanged: head 0 reads them."""

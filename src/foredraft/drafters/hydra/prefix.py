@@ -14,7 +14,13 @@ from foredraft.drafters.common.device_loop.loop import make_draft_loop
 from foredraft.drafters.common.feature_drafter import FeatureDrafter
 from foredraft.drafters.common.growing_kv_draft import GrowingKVDraft
 from foredraft.drafters.common.last_hidden_state import stack_states
-from foredraft.drafters.common.step_drafter import GrowingStepDraft, StepLoopNetwork, StepRunner, build_trees
+from foredraft.drafters.common.step_drafter import (
+    GrowingStepDraft,
+    StepLoopNetwork,
+    StepRunner,
+    build_trees,
+    draft_native_chains,
+)
 from foredraft.drafters.common.target_access import derive_block_shape
 from foredraft.drafters.common.tree_builder import TreeSpec
 from foredraft.drafters.hydra.checkpoint import HydraShape
@@ -106,5 +112,10 @@ class HydraPrefixDrafter(FeatureDrafter):
             GrowingStepDraft(builder, batch_index=b, state=self._root_outputs[builder.request.slot].feature[0])
             for b, builder in enumerate(builders)
         ]
-        if self.loop is None or not self.loop.grow(step_drafts, [stack_states([draft.state for draft in step_drafts])]):
+        if draft_native_chains(self.runner, step_drafts, self.context.vocab_size):
+            for draft, step_draft in zip(drafts, step_drafts, strict=True):
+                draft.finished = step_draft.finished
+            return
+        states = stack_states([draft.state for draft in step_drafts])
+        if self.loop is None or not self.loop.grow(step_drafts, [states]):
             build_trees(self.runner, step_drafts, self.context.vocab_size)

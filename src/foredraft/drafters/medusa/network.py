@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from foredraft.drafters.common.last_hidden_state import LinearFactory, LinearFunction, make_target_head
+from foredraft.drafters.common.last_hidden_state import HeadLinear, LinearFactory, make_target_head
 from foredraft.drafters.medusa.checkpoint import MedusaShape
 from foredraft.models.hf import HFModel
 
@@ -80,7 +80,7 @@ def make_output_function(
     size: int,
 ) -> OutputFunction:
     """Make the function for logits of at most `size` tokens. Heads with one shared matrix share the product."""
-    shared: LinearFunction | None = None
+    shared: HeadLinear | None = None
     if not shape.has_own_head:
         shared = make_target_head(target, linears)
         vocab_size = size

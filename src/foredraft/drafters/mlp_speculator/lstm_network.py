@@ -16,15 +16,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from foredraft.drafters.common.last_hidden_state import LinearFactory
+from foredraft.drafters.common.native_steps import NativeStepRunner, collect_packed
 from foredraft.drafters.mlp_speculator.lstm_checkpoint import EMBEDDING, GATES
 from foredraft.drafters.mlp_speculator.network import (
+    EPS,
     MLPSpeculatorNorm,
     compute_token_share,
     make_first_state,
+    make_input_weight,
     normalize_rms,
     promote_precision,
 )
 from foredraft.drafters.mlp_speculator.shape import MlpSpeculatorShape
+from foredraft.models.native.step_network import NativeStepNetwork, StepKind, StepWeights
 
 
 class LSTMSpeculator(nn.Module):
@@ -82,6 +86,7 @@ class LSTMStepRunner:
         self, shape: MlpSpeculatorShape, tensors: dict[str, Tensor], linears: LinearFactory, vocab_size: int
     ) -> None:
         self.shape = shape
+        self.native: NativeStepNetwork | None = None  # this is the form on torch's operators
         self._token_share = compute_token_share(shape)
         norm_dtype = torch.promote_types(linears.dtype, torch.float32)
         self._embedding = tensors[EMBEDDING][:vocab_size].to(linears.device, linears.dtype)
@@ -89,10 +94,41 @@ class LSTMStepRunner:
             linears.make(torch.cat([tensors[f"{gate}_proj.{i}.weight"] for gate in GATES])) for i in (0, 1)
         ]
         self._norms = {
-            kind: tuple(tensors[f"{kind}.0.{tail}"].to(linears.device, norm_dtype) for tail in ("weight", "bias"))
+            kind: (
+                tensors[f"{kind}.0.weight"].to(linears.device, norm_dtype),
+                tensors[f"{kind}.0.bias"].to(linears.device, norm_dtype),
+            )
             for kind in ("cell_ln", "state_ln")
         }
         self._head = linears.make(tensors["head.0.weight"][:vocab_size], is_head=True)
+
+    def make_native(self, depth: int) -> NativeStepRunner | None:
+        """Make the native form of `depth` steps; None if a product is no native kernel."""
+        packed = collect_packed([*self._projections, self._head])
+        if packed is None or not depth:
+            return None
+        *projections, head = packed
+        steps = [
+            StepWeights(
+                head,
+                projections[min(step, 1)],
+                norm=self._norms["state_ln"],
+                cell_norm=self._norms["cell_ln"],
+                embedding=self._embedding.contiguous(),
+            )
+            for step in range(depth)
+        ]
+        return NativeStepRunner(
+            NativeStepNetwork.from_steps(
+                StepKind.LSTM,
+                steps,
+                self.shape.hidden,
+                self.shape.inner,
+                input_weight=make_input_weight(self.shape),
+                token_share=self._token_share,
+                eps=EPS,
+            )
+        )
 
     def begin(self, hidden: Tensor) -> Tensor:
         """Convert target states [R, H] to the states before the first step."""

@@ -65,9 +65,10 @@ def from_checkpoint(config: Config, checkpoint: Checkpoint, context: DrafterCont
     spec = config.to_tree_spec(context.num_speculative_tokens, shape)
     linears = LinearFactory(context, config.quantization)
     if shape.is_lstm:
-        return StepDrafter(LSTMStepRunner(shape, checkpoint.tensors, linears, context.vocab_size), spec, context)
+        lstm = LSTMStepRunner(shape, checkpoint.tensors, linears, context.vocab_size)
+        return StepDrafter(lstm.make_native(spec.max_depth) or lstm, spec, context)
     runner = MLPStepRunner(shape, checkpoint.tensors, spec.max_depth, linears, context.vocab_size)
-    return StepDrafter(runner, spec, context)
+    return StepDrafter(runner.make_native() or runner, spec, context)
 
 
 METHOD = Method(

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from foredraft.drafters.common.last_hidden_state import LinearFactory, LinearFunction
+from foredraft.drafters.common.last_hidden_state import HeadLinear, LinearFactory
+from foredraft.drafters.common.native_steps import NativeStepRunner, collect_packed
 from foredraft.drafters.mlp_speculator.shape import MlpSpeculatorShape
+from foredraft.models.native.step_network import NativeStepNetwork, StepKind, StepWeights
 
 T = TypeVar("T")
 EPS = 1e-6  # of the RMS norms
@@ -28,6 +30,11 @@ def compute_token_share(shape: MlpSpeculatorShape) -> float:
 def select_weight_index(shape: MlpSpeculatorShape, kind: str, step: int) -> int:
     """Return the index of the tensor of this kind ("emb", "proj", "ln" or "head") that a step uses."""
     return min(step, 1 if kind == "proj" else 0) if shape.is_tied else step
+
+
+def make_input_weight(shape: MlpSpeculatorShape) -> Tensor | None:
+    """Make the weight [H] with which `normalize_rms` computes the first state; None if that is not normed."""
+    return torch.full((shape.hidden,), 1 / math.sqrt(2)) if shape.scales_input else None
 
 
 def promote_precision(x: Tensor) -> Tensor:
@@ -102,14 +109,16 @@ class MLPStepWeights:
     """Weights of one step."""
 
     emb: Tensor  # [V, inner]
-    proj: LinearFunction
+    proj: HeadLinear
     scale: Tensor  # [inner]
     shift: Tensor  # [inner]
-    head: LinearFunction
+    head: HeadLinear
 
 
 class MLPStepRunner:
     """Network for drafting: packed matrix products, norms in float32 or wider.
+
+    `native` is None: this is the form on torch's operators, for other devices and dtypes.
 
     Args:
         shape: sizes of the speculator.
@@ -123,6 +132,7 @@ class MLPStepRunner:
         self, shape: MlpSpeculatorShape, tensors: dict[str, Tensor], depth: int, linears: LinearFactory, vocab_size: int
     ) -> None:
         self.shape = shape
+        self.native: NativeStepNetwork | None = None
         self._token_share = compute_token_share(shape)
         self._vocab_size = vocab_size
         norm_dtype = torch.promote_types(linears.dtype, torch.float32)
@@ -141,6 +151,28 @@ class MLPStepRunner:
             make_steps("head", "weight", lambda t: linears.make(t[:vocab_size], is_head=True)),
         )
         self._step_weights = [MLPStepWeights(*row) for row in zip(*columns, strict=True)]
+
+    def make_native(self) -> NativeStepRunner | None:
+        """Make the native form; None if a product is no native kernel."""
+        proj = collect_packed([weights.proj for weights in self._step_weights])
+        head = collect_packed([weights.head for weights in self._step_weights])
+        if proj is None or head is None:
+            return None
+        steps = [
+            StepWeights(head[i], proj[i], norm=(weights.scale, weights.shift), embedding=weights.emb.contiguous())
+            for i, weights in enumerate(self._step_weights)
+        ]
+        return NativeStepRunner(
+            NativeStepNetwork.from_steps(
+                StepKind.MLP,
+                steps,
+                self.shape.hidden,
+                self.shape.inner,
+                input_weight=make_input_weight(self.shape),
+                token_share=self._token_share,
+                eps=EPS,
+            )
+        )
 
     def begin(self, hidden: Tensor) -> Tensor:
         """Convert target states [R, H] to the states before the first step."""

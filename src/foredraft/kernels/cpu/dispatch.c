@@ -123,6 +123,14 @@ int64_t fd_chain_scratch(const fd_model *m, const fd_chain *c) {
 int fd_draft_chains(const fd_model *m, const fd_chain *c, const fd_pass *first) {
     return selected->draft_chains(m, c, first);
 }
+int64_t fd_step_scratch(const fd_step_network *n, int rows) { return selected->step_scratch(n, rows); }
+void fd_forward_step(const fd_step_network *n, const fd_step_pass *p) { selected->forward_step(n, p); }
+int64_t fd_step_chain_scratch(const fd_step_network *n, const fd_drafts *d) {
+    return selected->step_chain_scratch(n, d);
+}
+int fd_draft_steps(const fd_step_network *n, const fd_drafts *d, const fd_step_roots *roots) {
+    return selected->draft_steps(n, d, roots);
+}
 double fd_sum_masses(const void *x, int is_float, int64_t n) { return selected->sum_masses(x, is_float, n); }
 void fd_divide_masses(const void *x, int is_float, int64_t n, double total, double *out) {
     selected->divide_masses(x, is_float, n, total, out);
@@ -133,11 +141,13 @@ void fd_subtract_masses(const double *p, double weight, const double *q, int64_t
 int64_t fd_sample_mass(const double *mass, int64_t n, double u, double *sums) {
     return selected->sample_mass(mass, n, u, sums);
 }
-int64_t fd_sizeof(int record) { /* numbered as RECORDS in library.py */
+int64_t fd_sizeof(int record) { /* numbered as RECORDS in records.py */
     const int64_t sizes[] = {sizeof(fd_weight),    sizeof(fd_rows),        sizeof(fd_layer),
                              sizeof(fd_model),     sizeof(fd_pass),        sizeof(fd_attention),
                              sizeof(fd_linear_args), sizeof(fd_encdec_layer), sizeof(fd_encdec),
-                             sizeof(fd_settings),  sizeof(fd_sampling),    sizeof(fd_chain),
-                             sizeof(fd_tuning),    sizeof(fd_experts)};
+                             sizeof(fd_settings),  sizeof(fd_sampling),    sizeof(fd_drafts),
+                             sizeof(fd_chain),     sizeof(fd_step),        sizeof(fd_step_network),
+                             sizeof(fd_step_pass), sizeof(fd_step_roots),  sizeof(fd_tuning),
+                             sizeof(fd_experts)};
     return record < (int)(sizeof sizes / sizeof *sizes) ? sizes[record] : 0;
 }

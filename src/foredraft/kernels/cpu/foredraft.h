@@ -1,4 +1,4 @@
-/* Records that Python fills; library.py mirrors them field by field. */
+/* Records that Python fills; records.py mirrors them field by field. */
 #ifndef FOREDRAFT_H
 #define FOREDRAFT_H
 
@@ -145,16 +145,11 @@ typedef struct {
     int32_t num_rows, vocab, is_bf16;
 } fd_sampling;
 
-/* Chains of draft tokens, one per request: chain.h. Position `starts[b] + d` of a request has the entry of its draft token
- * at depth d; depth 0 is the root, whose entry is computed before or by the first pass. */
+/* Chains of draft tokens, one per request: how they are sampled, and the tokens (draft_level.h). */
 typedef struct {
-    const fd_rows *first;        /* first pass, with one row of logits per draft, in order; NULL = its outputs are given */
     const fd_settings *settings; /* [num_drafts] */
     const int64_t *keys;         /* [num_drafts, max_depth] noise keys */
     const int32_t *depths;       /* [num_drafts] most tokens, up to max_depth */
-    const int32_t *starts;       /* [num_drafts] position of the root's entry */
-    const int32_t *slots;        /* [num_drafts, max_depth + 1] slots of these positions; that of the last is not used */
-    const int32_t *pages, *page_offset;  /* page tables, concatenated; [num_drafts] start of a draft's table */
     const int32_t *end_ids, *end_offset; /* tokens that end a draft, concatenated; [num_drafts + 1] */
     const int32_t *uses_q;               /* [num_drafts] whether a sampled draft returns q */
     const int32_t *token_ids;            /* [columns] token of each column of the logits, ascending; NULL = its index */
@@ -162,8 +157,57 @@ typedef struct {
     int32_t *tokens; /* [num_drafts, max_depth] */
     int32_t *counts; /* [num_drafts] number of tokens */
     double margin;   /* as in fd_sampling */
-    int32_t num_drafts, max_depth, columns, vocab, max_keys, page_size;
+    int32_t num_drafts, max_depth, columns, vocab;
+} fd_drafts;
+
+/* Chains of a decoder: chain.h. Position `starts[b] + d` of a request has the entry of its draft token at depth d; depth 0
+ * is the root, whose entry is computed before or by the first pass. */
+typedef struct {
+    fd_drafts drafts;
+    const fd_rows *first;  /* first pass, with one row of logits per draft, in order; NULL = its outputs are given */
+    const int32_t *starts; /* [num_drafts] position of the root's entry */
+    const int32_t *slots;  /* [num_drafts, max_depth + 1] slots of these positions; that of the last is not used */
+    const int32_t *pages, *page_offset; /* page tables, concatenated; [num_drafts] start of a draft's table */
+    int32_t max_keys, page_size;
 } fd_chain;
+
+/* A step of a network on the target's last state: step_network.h. Fields that a kind does not have are NULL or 0. */
+typedef struct {
+    fd_weight input;         /* product with the state, or with all tokens' embeddings too */
+    fd_norm norm, cell_norm; /* RMS norms with a shift */
+    const void *embedding;   /* [V, width] */
+    const fd_weight *blocks; /* [num_blocks] products after `input` */
+    fd_weight head;
+    int32_t num_blocks;
+} fd_step;
+
+/* MLP and LSTM: cells of the MLP speculator. HEADS: Hydra. PARALLEL: heads that read no token, all of them in step 0. */
+enum { FD_STEP_MLP, FD_STEP_LSTM, FD_STEP_HEADS, FD_STEP_PARALLEL };
+
+typedef struct {
+    const fd_step *steps;      /* [num_steps]; PARALLEL: one */
+    const float *input_weight; /* [hidden] of the RMS norm of the target's state, or NULL = no norm */
+    int32_t kind, num_steps, hidden, inner, has_bf16_embedding;
+    float token_share, eps; /* weight of an embedding that is added to a state */
+} fd_step_network;
+
+/* One step over some rows. */
+typedef struct {
+    const float *states;   /* [num_rows, width of the states that this step reads] */
+    const int32_t *tokens; /* [num_rows] */
+    float *next;           /* [num_rows, width of the states that the next step reads]; PARALLEL: not used */
+    float *logits;         /* [num_rows, n of the head]; PARALLEL: [num_rows, num_steps, n] */
+    char *scratch;
+    int32_t step, num_rows;
+} fd_step_pass;
+
+/* Roots of chains of steps. */
+typedef struct {
+    const void *const *states; /* [num_drafts] target states [hidden], bf16 or float32 */
+    const int32_t *tokens;     /* [num_drafts] tokens after them */
+    char *scratch;
+    int32_t has_bf16_states;
+} fd_step_roots;
 
 /* Choices of bfloat16 and float32 products that change the time and no bit. kernels/tuning.py finds the best ones. */
 typedef struct {

@@ -7,6 +7,8 @@
 #include "linear.h"
 #include "masses.h"
 #include "sampler.h"
+#include "step_chain.h"
+#include "step_network.h"
 #include "team.h"
 
 #define JOIN(a, b) a##b
@@ -100,6 +102,10 @@ const fd_kernels NAME(FD_ISA) = {
     .sample = sample,
     .chain_scratch = chain_scratch,
     .draft_chains = draft_chains,
+    .step_scratch = step_scratch,
+    .forward_step = forward_step,
+    .step_chain_scratch = step_chain_scratch,
+    .draft_steps = draft_steps,
     .sum_masses = sum_masses,
     .divide_masses = divide_masses,
     .subtract_masses = subtract_masses,

@@ -18,6 +18,10 @@ typedef struct {
     int (*sample)(const fd_sampling *);
     int64_t (*chain_scratch)(const fd_model *, const fd_chain *, int threads);
     int (*draft_chains)(const fd_model *, const fd_chain *, const fd_pass *first);
+    int64_t (*step_scratch)(const fd_step_network *, int rows);
+    void (*forward_step)(const fd_step_network *, const fd_step_pass *);
+    int64_t (*step_chain_scratch)(const fd_step_network *, const fd_drafts *);
+    int (*draft_steps)(const fd_step_network *, const fd_drafts *, const fd_step_roots *);
     double (*sum_masses)(const void *, int is_float, int64_t n);
     void (*divide_masses)(const void *, int is_float, int64_t n, double total, double *out);
     void (*subtract_masses)(const double *p, double weight, const double *q, int64_t n, double *out);

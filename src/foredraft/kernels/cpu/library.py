@@ -1,12 +1,12 @@
-"""Loading of the native library, its records and its use of torch's threads.
+"""Loading of the native library, its entry points and its use of torch's threads.
 
-The library takes addresses, so it links to nothing. The records mirror foredraft.h field by field.
+The library takes addresses, so it links to nothing.
 """
 
 import ctypes
 import os
 import warnings
-from ctypes import POINTER, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_uint32, c_void_p
+from ctypes import POINTER, c_char_p, c_double, c_int, c_int64, c_uint32, c_void_p
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -16,229 +16,28 @@ import torch
 from foredraft.errors import ForedraftError
 from foredraft.kernels.cpu import build
 from foredraft.kernels.cpu.openmp import share_threads
+from foredraft.kernels.cpu.records import (
+    RECORDS,
+    AttentionRecord,
+    ChainRecord,
+    DraftsRecord,
+    LinearRecord,
+    ModelRecord,
+    PassRecord,
+    RowsRecord,
+    SamplingRecord,
+    Seq2SeqRecord,
+    StepNetworkRecord,
+    StepPassRecord,
+    StepRootsRecord,
+    TuningRecord,
+    WeightRecord,
+)
 
 KERNELS_VARIABLE = "FOREDRAFT_KERNELS"  # name of an instruction set, or "torch" for no native kernels
-KV_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}  # formats of keys and values, as in foredraft.h
 ROW_CLASSES = 3  # of tunings: products of 1 row, of 2 to 4, of more
 INSTRUCTION_SETS = (*build.list_machine_sets(), "portable")  # of this architecture, the best first
 TILE_SET = "amx"
-
-
-class WeightRecord(ctypes.Structure):
-    """Packed matrix (fd_weight)."""
-
-    _fields_ = (
-        ("data", c_void_p),
-        ("scale", c_void_p),
-        ("bias", c_void_p),
-        ("n", c_int32),
-        ("k", c_int32),
-        ("kind", c_int32),
-        ("group", c_int32),
-    )
-
-
-class RowsRecord(ctypes.Structure):
-    """Rows of a forward pass (fd_rows)."""
-
-    _fields_ = (
-        ("num_rows", c_int32),
-        ("page_size", c_int32),
-        ("num_logits", c_int32),
-        ("max_keys", c_int32),
-        ("tokens", c_void_p),
-        ("write_slots", c_void_p),
-        ("pages", c_void_p),
-        ("page_offset", c_void_p),
-        ("path_slots", c_void_p),
-        ("path_offset", c_void_p),
-        ("num_committed", c_void_p),
-        ("path_length", c_void_p),
-        ("logit_rows", c_void_p),
-    )
-
-
-class ExpertsRecord(ctypes.Structure):
-    """Mixture of experts (fd_experts)."""
-
-    _fields_ = (
-        *((name, c_int32) for name in "count per_token inner activation".split()),
-        ("alpha", c_float),
-        ("limit", c_float),
-        ("is_normalised", c_int32),
-        ("router", WeightRecord),
-        ("gate_up", POINTER(WeightRecord)),
-        ("down", POINTER(WeightRecord)),
-    )
-
-
-class LayerRecord(ctypes.Structure):
-    """Decoder layer (fd_layer)."""
-
-    _fields_ = (
-        ("attention_norm", c_void_p),
-        ("mlp_norm", c_void_p),
-        ("q_norm", c_void_p),
-        ("k_norm", c_void_p),
-        ("attention_post_norm", c_void_p),
-        ("mlp_post_norm", c_void_p),
-        *((name, WeightRecord) for name in "qkv out gate_up down".split()),
-        ("sliding_window", c_int32),
-        ("positions", c_int32),
-        ("experts", POINTER(ExpertsRecord)),
-        ("sinks", c_void_p),
-    )
-
-
-class ModelRecord(ctypes.Structure):
-    """Decoder, or the decoder of a drafter (fd_model)."""
-
-    _fields_ = (
-        *((name, c_int32) for name in "layers hidden heads kv_heads head_dim rotary inner activation".split()),
-        ("kv_kind", c_int32),
-        ("has_bf16_embedding", c_int32),
-        ("input_kind", c_int32),
-        ("norm_before_residual", c_int32),
-        ("is_parallel", c_int32),
-        ("has_joint_head_norm", c_int32),
-        *((name, c_float) for name in "eps scale softcap embedding_scale residual_scale logit_scale".split()),
-        ("logit_softcap", c_float),
-        *((name, c_void_p) for name in "embedding norm input_norm norm_bias cos sin local_cos local_sin".split()),
-        ("layer", POINTER(LayerRecord)),
-        ("fc", WeightRecord),
-        ("head", WeightRecord),
-        ("adapter", POINTER(LayerRecord)),
-    )
-
-
-class PassRecord(ctypes.Structure):
-    """Inputs and outputs of a forward pass (fd_pass)."""
-
-    _fields_ = (
-        ("keys", c_void_p),
-        ("values", c_void_p),
-        ("cross_keys", c_void_p),
-        ("cross_values", c_void_p),
-        ("hidden_layers", c_void_p),
-        ("hidden_layer_count", c_int32),
-        ("has_bf16_features", c_int32),
-        ("inputs", c_void_p),
-        ("features", c_void_p),
-        ("logits", c_void_p),
-        ("scratch", c_void_p),
-    )
-
-
-class AttentionRecord(ctypes.Structure):
-    """Inputs and output of one attention call (fd_attention)."""
-
-    _fields_ = (
-        ("query", c_void_p),
-        ("keys", c_void_p),
-        ("values", c_void_p),
-        ("out", c_void_p),
-        *((name, c_int32) for name in "heads kv_heads head_dim kv_kind sliding_window".split()),
-        ("scale", c_float),
-        ("softcap", c_float),
-        ("bias", c_void_p),
-        ("max_distance", c_int32),
-        ("sinks", c_void_p),
-        ("query_rows", c_void_p),
-    )
-
-
-class NormRecord(ctypes.Structure):
-    """Weights of a norm (fd_norm)."""
-
-    _fields_ = (("weight", c_void_p), ("bias", c_void_p))
-
-
-class Seq2SeqLayerRecord(ctypes.Structure):
-    """Decoder layer with cross-attention (fd_encdec_layer)."""
-
-    _fields_ = (
-        *((name, NormRecord) for name in "self_norm cross_norm mlp_norm".split()),
-        *((name, WeightRecord) for name in "qkv self_out cross_query cross_out mlp_in mlp_out".split()),
-        ("bias", c_void_p),
-    )
-
-
-class Seq2SeqRecord(ctypes.Structure):
-    """Decoder of an encoder-decoder model (fd_encdec)."""
-
-    _fields_ = (
-        *((name, c_int32) for name in "layers hidden heads head_dim inner activation".split()),
-        *((name, c_int32) for name in "is_gated is_post_norm kv_kind max_distance is_encoder".split()),
-        *((name, c_float) for name in "eps scale logit_scale".split()),
-        ("norm", NormRecord),
-        ("layer", POINTER(Seq2SeqLayerRecord)),
-        ("head", WeightRecord),
-    )
-
-
-class LinearRecord(ctypes.Structure):
-    """Arguments of a product of activations and a packed matrix (fd_linear_args)."""
-
-    _fields_ = (
-        ("weight", POINTER(WeightRecord)),
-        ("x", c_void_p),
-        ("out", c_void_p),
-        ("scratch", c_void_p),
-        ("rows", c_int32),
-    )
-
-
-class SettingsRecord(ctypes.Structure):
-    """Sampling parameters of a row (fd_settings)."""
-
-    _fields_ = tuple((name, c_double) for name in "temperature top_k top_p min_p typical_p".split())
-
-
-class SamplingRecord(ctypes.Structure):
-    """Arguments of one call of the sampler (fd_sampling)."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in "logits rows settings keys probs tokens masses ids counts".split()),
-        ("stride", c_int64),
-        ("margin", c_double),
-        *((name, c_int32) for name in "num_rows vocab is_bf16".split()),
-    )
-
-
-class ChainRecord(ctypes.Structure):
-    """Chains of draft tokens (fd_chain)."""
-
-    _fields_ = (
-        ("first", POINTER(RowsRecord)),
-        *((name, c_void_p) for name in "settings keys depths starts slots pages page_offset".split()),
-        *((name, c_void_p) for name in "end_ids end_offset uses_q token_ids q tokens counts".split()),
-        ("margin", c_double),
-        *((name, c_int32) for name in "num_drafts max_depth columns vocab max_keys page_size".split()),
-    )
-
-
-class TuningRecord(ctypes.Structure):
-    """Choices that change the time of products alone (fd_tuning)."""
-
-    _fields_ = (("prefetch", c_int32), ("vectors", c_int32), ("chunk_bytes", c_int32))
-
-
-RECORDS = (
-    WeightRecord,
-    RowsRecord,
-    LayerRecord,
-    ModelRecord,
-    PassRecord,
-    AttentionRecord,
-    LinearRecord,
-    Seq2SeqLayerRecord,
-    Seq2SeqRecord,
-    SettingsRecord,
-    SamplingRecord,
-    ChainRecord,
-    TuningRecord,
-    ExpertsRecord,
-)
 
 
 @dataclass(frozen=True)
@@ -385,6 +184,14 @@ def _declare_functions(handle: ctypes.CDLL) -> None:
     handle.fd_chain_scratch.restype = c_int64
     handle.fd_draft_chains.argtypes = [POINTER(ModelRecord), POINTER(ChainRecord), POINTER(PassRecord)]
     handle.fd_draft_chains.restype = c_int
+    handle.fd_step_scratch.argtypes = [POINTER(StepNetworkRecord), c_int]
+    handle.fd_step_scratch.restype = c_int64
+    handle.fd_forward_step.argtypes = [POINTER(StepNetworkRecord), POINTER(StepPassRecord)]
+    handle.fd_forward_step.restype = None
+    handle.fd_step_chain_scratch.argtypes = [POINTER(StepNetworkRecord), POINTER(DraftsRecord)]
+    handle.fd_step_chain_scratch.restype = c_int64
+    handle.fd_draft_steps.argtypes = [POINTER(StepNetworkRecord), POINTER(DraftsRecord), POINTER(StepRootsRecord)]
+    handle.fd_draft_steps.restype = c_int
     handle.fd_sum_masses.argtypes = [c_void_p, c_int, c_int64]
     handle.fd_sum_masses.restype = c_double
     handle.fd_divide_masses.argtypes = [c_void_p, c_int, c_int64, c_double, c_void_p]

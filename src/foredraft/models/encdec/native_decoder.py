@@ -13,18 +13,12 @@ import torch
 from torch import Tensor
 
 from foredraft.kernels.arena import Arena
-from foredraft.kernels.cpu.library import (
-    KV_KINDS,
-    NativeLibrary,
-    NormRecord,
-    PassRecord,
-    Seq2SeqLayerRecord,
-    Seq2SeqRecord,
-    load_library,
-)
+from foredraft.kernels.cpu.library import NativeLibrary, load_library
+from foredraft.kernels.cpu.records import KV_KINDS, NormRecord, PassRecord, Seq2SeqLayerRecord, Seq2SeqRecord
 from foredraft.kernels.linear import DTYPE_KINDS, PackedWeight
 from foredraft.kernels.linear import linear as native_linear
 from foredraft.kernels.rows import PackedRows
+from foredraft.kernels.scratch import ScratchPool
 from foredraft.kv.pool import KVPool
 from foredraft.models.encdec import decoder
 from foredraft.models.encdec.cross_kv import SOURCE_PAGE_SIZE, CrossKVCache, SourcePages
@@ -71,7 +65,7 @@ class NativeSeq2SeqDecoder:
     tensors: list[Tensor]  # keeps the record's norms and biases alive
     kv_sample: Tensor  # [0, H, D] shape and dtype of keys and values
     vocab_size: int  # number of input tokens
-    _free_scratch: list[Tensor] = field(default_factory=list)  # scratch memory, one tensor per concurrent pass
+    scratch: ScratchPool = field(default_factory=ScratchPool)
 
     @classmethod
     def from_decoder(
@@ -133,7 +127,7 @@ class NativeSeq2SeqDecoder:
         features = torch.empty(rows.num_rows, width, dtype=torch.float32) if hidden_layers else None
         self.native.sync_threads()
         handle = self.native.handle
-        scratch = self._take_scratch(handle.fd_encdec_scratch(record, rows.record, sources.record))
+        scratch = self.scratch.take(handle.fd_encdec_scratch(record, rows.record, sources.record))
         (keys, values), (cross_keys, cross_values) = pool.addresses, cross_kv.pool.addresses
         boundaries = (ctypes.c_int32 * len(hidden_layers))(*hidden_layers)
         job = PassRecord(
@@ -145,17 +139,8 @@ class NativeSeq2SeqDecoder:
             scratch=scratch.data_ptr(),
         )
         handle.fd_encdec_forward(record, rows.record, sources.record, job)
-        self._free_scratch.append(scratch)
+        self.scratch.give_back(scratch)
         return logits, features
-
-    def _take_scratch(self, size: int) -> Tensor:
-        """Take scratch memory of at least `size` bytes. Passes in other threads have their own."""
-        try:
-            scratch = self._free_scratch.pop()
-        except IndexError:
-            return torch.empty(size, dtype=torch.uint8)
-        # A larger allocation than needed, so that growing sequences rarely reallocate.
-        return scratch if len(scratch) >= size else torch.empty(2 * size, dtype=torch.uint8)
 
 
 def pack_source_rows(forward_batch: ForwardBatch, source_pages: Sequence[SourcePages]) -> PackedRows:

@@ -13,15 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foredraft.kernels.cpu.library import (
+from foredraft.kernels.cpu.library import NativeLibrary, load_library
+from foredraft.kernels.cpu.records import (
     KV_KINDS,
-    NativeLibrary,
     NormRecord,
     PassRecord,
     Seq2SeqLayerRecord,
     Seq2SeqRecord,
     WeightRecord,
-    load_library,
 )
 from foredraft.kernels.linear import PackedWeight
 from foredraft.kernels.rows import PackedRows

@@ -13,15 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from foredraft.kernels.cpu.library import (
-    KV_KINDS,
-    LayerRecord,
-    ModelRecord,
-    NativeLibrary,
-    PassRecord,
-    load_library,
-)
+from foredraft.kernels.cpu.library import NativeLibrary, load_library
+from foredraft.kernels.cpu.records import KV_KINDS, LayerRecord, ModelRecord, PassRecord
 from foredraft.kernels.linear import PackedWeight
+from foredraft.kernels.scratch import ScratchPool
 from foredraft.kernels.tuning import tune_products
 from foredraft.kv.pool import KVPool
 from foredraft.models.forward_batch import ForwardBatch
@@ -108,7 +103,7 @@ class NativeDecoder:
     rotary_tables: RotaryTables
     num_positions: int = 0  # positions in the record's rotary table
     owner: ModelRecord | None = None  # keeps the layers alive to which a copied record points
-    _free_scratch: list[Tensor] = field(default_factory=list)
+    scratch: ScratchPool = field(default_factory=ScratchPool)
     _rotary_lock: Lock = field(default_factory=Lock)
 
     @classmethod
@@ -170,7 +165,7 @@ class NativeDecoder:
         sample = torch.empty(0, record.kv_heads, record.head_dim + SCALE_BYTES, dtype=torch.int8)
         return replace(
             self, record=record, kv_samples=[sample] * record.layers, num_positions=0, owner=self.record,
-            _free_scratch=[], _rotary_lock=Lock(),
+            scratch=ScratchPool(), _rotary_lock=Lock(),
         )  # fmt: skip
 
     def forward(
@@ -210,7 +205,7 @@ class NativeDecoder:
         features = torch.empty(rows.num_rows, width, dtype=feature_dtype) if hidden_layers else None
         self.native.sync_threads()
         record = self.record if layer_slice is None else layer_slice.apply_to(self.record)
-        scratch = self.take_scratch(self.native.handle.fd_decoder_scratch(record, rows.record))
+        scratch = self.scratch.take(self.native.handle.fd_decoder_scratch(record, rows.record))
         keys, values = pool.addresses
         boundaries = (ctypes.c_int32 * len(hidden_layers))(*hidden_layers)
         job = PassRecord(
@@ -225,7 +220,7 @@ class NativeDecoder:
             scratch=scratch.data_ptr(),
         )
         self.native.handle.fd_decoder_forward(record, rows.record, job)
-        self.return_scratch(scratch)
+        self.scratch.give_back(scratch)
         return logits, features
 
     def check_tokens(self, forward_batch: ForwardBatch) -> None:
@@ -235,19 +230,6 @@ class NativeDecoder:
         """
         if not all(min(span.tokens) >= 0 and max(span.tokens) < self.vocab_size for span in forward_batch.spans):
             raise IndexError(f"a token id is outside the vocabulary of {self.vocab_size} tokens")
-
-    def take_scratch(self, size: int) -> Tensor:
-        """Take scratch memory of at least `size` bytes. Passes in other threads have their own."""
-        try:
-            scratch = self._free_scratch.pop()
-        except IndexError:
-            return torch.empty(size, dtype=torch.uint8)
-        # A larger allocation than needed, so that growing sequences rarely reallocate.
-        return scratch if len(scratch) >= size else torch.empty(2 * size, dtype=torch.uint8)
-
-    def return_scratch(self, scratch: Tensor) -> None:
-        """Return scratch memory for the next pass."""
-        self._free_scratch.append(scratch)
 
     def extend_rotary(self, num_positions: int) -> None:
         """Make the rotary table at least `num_positions` long. Sizes are powers of two."""

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from foredraft.kernels.arena import Arena
-from foredraft.kernels.cpu.library import KV_KINDS, LayerRecord, ModelRecord, load_library
+from foredraft.kernels.cpu.library import load_library
+from foredraft.kernels.cpu.records import KV_KINDS, LayerRecord, ModelRecord
 from foredraft.kernels.linear import DTYPE_KINDS, PackedWeight
 from foredraft.kv.pool import KVPool
 from foredraft.models.draft_layer import DraftLayerShape, RMSNorm, RotaryEmbedding

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from foredraft.kernels.arena import Arena
-from foredraft.kernels.cpu.library import ExpertsRecord, LayerRecord, WeightRecord
+from foredraft.kernels.cpu.records import ExpertsRecord, LayerRecord, WeightRecord
 from foredraft.kernels.linear import PackedWeight
 from foredraft.models.grid_linear import pack_joined
 from foredraft.models.native.family import LLAMA, DecoderFamily
