@@ -100,8 +100,7 @@ def test_a_whole_model_of_another_architecture(tmp_path, name):
 @pytest.mark.parametrize(
     ("config", "tensor", "name"),
     [
-        ({"dflash_config": {}}, "hidden_norm.weight", "DFlash"),
-        ({"architectures": ["DFlashDraftModel"]}, "fc.weight", "DFlash"),
+        ({"dflash_config": {}}, "markov_head.markov_w1.weight", "DSpark"),
         ({}, "markov_w1", "DSpark"),
         ({"architectures": ["LlamaForCausalLMEagle3"]}, "mask_hidden", "P-EAGLE"),
         ({}, "mtp.fc.weight", "MTP"),

@@ -11,14 +11,12 @@ from foredraft.errors import ForedraftError
 
 # Signs of drafters that are recognised but not supported: keys of config.json, parts of an architecture, tensor names.
 UNSUPPORTED_KEYS = {
-    "dflash_config": "DFlash", "dspark_config": "DSpark",
-    "markov_rank": "DSpark", "pard_token": "P-EAGLE or PARD", "ptd_token_id": "P-EAGLE",
+    "dspark_config": "DSpark", "markov_rank": "DSpark", "pard_token": "P-EAGLE or PARD", "ptd_token_id": "P-EAGLE",
 }  # fmt: skip
-UNSUPPORTED_ARCHITECTURES = {"dflash": "DFlash", "dspark": "DSpark", "peagle": "P-EAGLE"}
+UNSUPPORTED_ARCHITECTURES = {"dspark": "DSpark", "peagle": "P-EAGLE"}
 UNSUPPORTED_TENSORS = {
     r"markov_(w1|w2|head)\b": "DSpark",
     r"mask_hidden$": "P-EAGLE",
-    r"hidden_norm\.weight$": "DFlash",
     r"(mtp|mtp_layers|model\.mtp_layers)\.": "MTP",
     r"(model\.layers\.\d+\.)?eh_proj\.": "MTP",
     r"(fusion_fc|embedding_layernorm|pre_lm_head_layernorm|transformer\.self_attn)\b": "retired EAGLE/HASS",

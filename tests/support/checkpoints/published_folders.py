@@ -302,6 +302,27 @@ def eagle(
     return save(folder, LLAMA | {"num_hidden_layers": layers, "bias": fc_bias} | config, tensors, file)
 
 
+def dflash(
+    folder: Path, *, ids: tuple[int, ...] = (1, 4, 9), layers: int = 2, size: int = 4, mask: int = 39,
+    copies: bool = False, nested: Mapping[str, Any] | None = None, **config: Any,
+) -> Path:  # fmt: skip
+    """DFlash as z-lab publishes it; with copies of the target's matrices as DeepSpec does."""
+    g = torch.Generator().manual_seed(16)
+    tensors = {"fc.weight": random_matrix(g, H, len(ids) * H)}
+    tensors |= {name: random_near_one(g, H) for name in ("hidden_norm.weight", "norm.weight")}
+    for i in range(layers):
+        made = make_layer(g, H, ("input_layernorm", "post_attention_layernorm"), qk_norm=True)
+        tensors |= {f"layers.{i}.{name}": value for name, value in made.items()}
+    if copies:
+        tensors |= {name: random_matrix(g, V, H) for name in ("embed_tokens.weight", "lm_head.weight")}
+    settings = {"mask_token_id": mask, "target_layer_ids": list(ids)} | dict(nested or {})
+    declared = {
+        "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "num_hidden_layers": layers, "block_size": size,
+        "num_target_layers": LAYERS, "head_dim": HEAD_DIM, "dflash_config": settings,
+    }  # fmt: skip
+    return save(folder, LLAMA | declared | config, tensors)
+
+
 def d2t(step: int = 1) -> Tensor:
     """[VD] offsets of ascending ids that skip some."""
     ids = torch.arange(V)[torch.randperm(V, generator=torch.Generator().manual_seed(step))[:VD].sort().values]

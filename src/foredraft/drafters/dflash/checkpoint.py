@@ -17,6 +17,7 @@ from foredraft.checkpoints.decoder_layers import (
     read_windows,
 )
 from foredraft.checkpoints.layouts import CheckpointLayout, check_tensors
+from foredraft.checkpoints.recognise import read_architectures
 from foredraft.checkpoints.schema import Checkpoint, TargetInfo
 from foredraft.checkpoints.speculators import is_type, merge_config
 from foredraft.checkpoints.tensor_claims import TensorClaims
@@ -60,9 +61,10 @@ def read_speculators(files: TensorFiles, config: dict[str, Any], target: TargetI
     )
 
 
-def is_declared(names: Collection[str], config: Mapping[str, Any]) -> bool:
-    """Check whether config.json names the authors' class."""
-    return ARCHITECTURE in (config.get("architectures") or ()) and not is_speculators(names, config)
+def is_dflash(names: Collection[str], config: Mapping[str, Any]) -> bool:
+    """Check for the settings or the class of a DFlash head in config.json, and for a norm that EAGLE heads lack."""
+    is_named = any("dflash" in name.lower() for name in read_architectures(config))
+    return is_named or NESTED_KEY in config or "hidden_norm.weight" in names
 
 
 def is_speculators(names: Collection[str], config: Mapping[str, Any]) -> bool:

@@ -1,7 +1,7 @@
 """Declaration of the method `dflash`."""
 
 from foredraft.checkpoints.export import make_vllm_command
-from foredraft.checkpoints.formats import CheckpointFormat, ExportFormat, LayoutOrder, StoredLayout, has_tensor
+from foredraft.checkpoints.formats import CheckpointFormat, ExportFormat, LayoutOrder, StoredLayout
 from foredraft.checkpoints.schema import Checkpoint
 from foredraft.drafters.common.target_access import bind_to_target, require_target
 from foredraft.drafters.common.tree_builder import TreeOptions as Config
@@ -36,8 +36,7 @@ METHOD = Method(
         shape=DFlashShape,
         layouts=(
             StoredLayout("speculators", LayoutOrder.DECLARED, checkpoint.is_speculators, checkpoint.read_speculators),
-            StoredLayout("z-lab", LayoutOrder.DECLARED, checkpoint.is_declared, checkpoint.read),
-            StoredLayout("dflash", LayoutOrder.OWN_NAMES, has_tensor(r"hidden_norm\.weight$"), checkpoint.read),
+            StoredLayout("dflash", LayoutOrder.OWN_NAMES, checkpoint.is_dflash, checkpoint.read),
         ),
         make_layout=checkpoint.make_layout,
         exports=(ExportFormat("vllm", export.export_dflash, make_vllm_command),),
