@@ -144,3 +144,10 @@ def test_the_import_graphs_are_those_of_the_sources(file):
     figure = runpy.run_path(str(DOCS / "import_figure.py"))
     drawn = figure["draw"](figure["read_imports"](figure["FIGURES"][file]))
     assert (DOCS / file).read_text() == drawn, "run python docs/import_figure.py"
+
+
+def test_every_page_is_in_the_navigation():
+    config = (ROOT / "mkdocs.yml").read_text("utf-8")
+    pages = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
+    missing = {page for page in pages if not page.startswith("figures/") and f" {page}\n" not in config}
+    assert not missing, "add these pages to the navigation of mkdocs.yml"

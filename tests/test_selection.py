@@ -18,6 +18,7 @@ from tests.support.sample_table import SAMPLES
 from tests.support.selection import (
     COLLECTED,
     MARK,
+    REST_SECONDS,
     WIDE_MARK,
     Sample,
     choose_cases,
@@ -126,11 +127,11 @@ def test_every_case_is_in_one_command(groups) -> None:
 
 
 def test_the_rest_of_a_function_has_a_limit() -> None:
-    assert Sample(3, 60).count_rest(10) == 2  # six seconds each
-    assert Sample(3, 6).count_rest(10) == 7
-    assert Sample(1, 90).count_rest(10) == 1
-    assert Sample(0, 50).count_rest(1) == 1  # it runs nowhere else
-    assert Sample(1, 50).count_rest(2) == 0
+    assert Sample(3, 5 * REST_SECONDS).count_rest(10) == 2
+    assert Sample(3, REST_SECONDS).count_rest(10) == 7
+    assert Sample(1, 7.5 * REST_SECONDS).count_rest(10) == 1
+    assert Sample(0, 4 * REST_SECONDS).count_rest(1) == 1  # it runs nowhere else
+    assert Sample(1, 4 * REST_SECONDS).count_rest(2) == 0
 
 
 def test_a_sample_takes_new_parts_first_and_is_the_same_each_time() -> None:

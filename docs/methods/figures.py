@@ -417,6 +417,25 @@ def dflash() -> Figure:
     return f
 
 
+def mtp() -> Figure:
+    f = Figure("MTP: one more layer of the target reads a token and the normed hidden state before it", 236)
+    f.note(16, 30, "token t + 1")
+    f.note(16, 60, "state t")
+    f.row(116, 10, ["x2", "x3", "x4"], "token", 46, 34)
+    f.row(116 + 3 * 80, 10, ["d1", "d2"], "draft", 46, 34)
+    states = f.row(116, 40, ["h1", "h2", "h3"], "state", 46, 34)
+    own = f.row(116 + 3 * 80, 40, ["f4", "f5"], "part", 46, 34)
+    layer = f.box(106, 114, "two norms, a projection, a layer of the target's class", "part", 386, 36)
+    for state in [*states, *own]:
+        f.arrow(state.bottom, (state.bottom[0], 114))
+    head = f.box(552, 104, "target's\noutput matrix", "target", 110, 56)
+    f.arrow(layer.right, head.left)
+    out = f.box(584, 25, "d3", "draft")
+    f.arrow(head.top, out.bottom)
+    f.note(106, 180, "f4, f5: outputs of the layer after its norm; the same layer drafts every token")
+    return f
+
+
 def ensemble() -> Figure:
     f = Figure("Ensemble: a selector decides which members draft for a request, or merges their drafts", 250)
     text = f.box(16, 24, "member 1: suffix", "part", 150, 36)
@@ -442,7 +461,7 @@ FIGURES: dict[str, Callable[[], Figure]] = {
     draw.__name__: draw
     for draw in (
         ngram, suffix, lookahead, token_recycling, aggressive, ngram_lm, draft_model, early_exit, medusa, blockwise,
-        mlp_speculator, hydra, chimera, eagle, eagle3, dflash, ensemble,
+        mlp_speculator, hydra, chimera, eagle, eagle3, dflash, mtp, ensemble,
     )
 }  # fmt: skip
 

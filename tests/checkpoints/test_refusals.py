@@ -103,7 +103,7 @@ def test_a_whole_model_of_another_architecture(tmp_path, name):
         ({"dflash_config": {}}, "markov_head.markov_w1.weight", "DSpark"),
         ({}, "markov_w1", "DSpark"),
         ({"architectures": ["LlamaForCausalLMEagle3"]}, "mask_hidden", "P-EAGLE"),
-        ({}, "mtp.fc.weight", "MTP"),
+        ({}, "mtp_layers.0.fc.weight", "MTP"),
         ({}, "model.layers.61.eh_proj.weight", "MTP"),
         ({"speculators_model_type": "peagle"}, "fc.weight", "speculators' peagle"),
         ({"speculators_model_type": "eagle"}, "fusion_fc.weight", "speculators' eagle"),

@@ -89,4 +89,4 @@ def test_a_wrong_command_line(run, tmp_path, monkeypatch, args):
 def test_a_wrong_format_lists_those_that_the_methods_declare(run, tmp_path):
     done = run("export", str(tmp_path), "--format", "gguf", "--out", str(tmp_path / "out"))
     assert (done.code, len(done.error_lines)) == (2, 1)
-    assert "use one of: eagle3, hydra, medusa, mlp_speculator, sglang, speculators, vllm" in done.stderr
+    assert "use one of: eagle3, hydra, medusa, mlp_speculator, sglang, speculators, target, vllm" in done.stderr

@@ -6,7 +6,7 @@ Guards against a choice that changes the order of a sum, or that noise selects.
 import json
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import product
+from itertools import count, product
 from pathlib import Path
 
 import pytest
@@ -48,13 +48,13 @@ def test_no_tuning_changes_a_bit(instruction_set: str, dtype: torch.dtype) -> No
     weight = PackedWeight.pack(make_normal(300, 70, seed=0, dtype=dtype), make_normal(300, seed=1), Arena())
     x = make_normal(33, 70, seed=2)
     with use_library(instruction_set, THREAD_SETUPS[1]) as native:
-        counts = (1, 2, 3, 4, 5, 8, 17, 33)
-        expected = [linear(x[:rows], weight) for rows in counts]
+        row_counts = (1, 2, 3, 4, 5, 8, 17, 33)
+        expected = [linear(x[:rows], weight) for rows in row_counts]
         for values in product(*CHOICES.values()):
             tuning = Tuning(**dict(zip(CHOICES, values, strict=True)))
             apply_tunings(native, (tuning, replace(tuning, vectors=2), tuning))
             try:
-                for rows, reference in zip(counts, expected, strict=True):
+                for rows, reference in zip(row_counts, expected, strict=True):
                     assert torch.equal(linear(x[:rows], weight), reference), (rows, tuning)
             finally:
                 apply_tunings(native, DEFAULTS)
@@ -67,6 +67,17 @@ def test_the_fastest_choices_are_found() -> None:
     for row_class in range(3):
         assert find_best(row_class, measure, float("inf")) == Tuning(2048, 4, 256 << 10)
         assert find_best(row_class, measure, 0.0) == DEFAULTS[row_class]
+
+
+@pytest.mark.parametrize("period", [2, 3, 4, 5])
+def test_weights_that_take_turns_do_not_decide(period: int) -> None:
+    """Fault that it guards: each choice was tried on a weight of its own, which lay in faster memory or not."""
+    turns = count()
+
+    def measure(row_class: int, tuning: Tuning) -> float:
+        return 1.0 + next(turns) % period
+
+    assert find_best(0, measure, float("inf")) == DEFAULTS[0]
 
 
 @pytest.mark.parametrize(

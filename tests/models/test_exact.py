@@ -293,7 +293,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
         lambda: copy.deepcopy(make_model("llama")), {"fused": False}, "fused=False (--no-fused) switches it off"
     ),
     "a family without native code": (
-        lambda: copy.deepcopy(make_family("gemma2")[0]), {}, "does not run as native code (models of type gemma2)"
+        lambda: copy.deepcopy(make_family("gpt2")[0]), {}, "does not run as native code (models of type gpt2)"
     ),
     "a wrapped model": (lambda: tiny_models.plain().target, {}, "was loaded without exact=True"),
     "no truth value": (lambda: make_model("llama"), {"exact": 1}, "exact is True or False, got 1"),

@@ -57,7 +57,13 @@ KINDS: dict[str, Callable[[], Any]] = {
         vision_config=EYES | {"vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16},
     ),
 }
-NATIVE = {"llava", "mistral3", "qwen2_5_vl", "qwen3_vl"}  # their text parts are decoders of a family with native code
+NATIVE = {
+    "gemma3",
+    "llava",
+    "mistral3",
+    "qwen2_5_vl",
+    "qwen3_vl",
+}  # their text parts are decoders of a family with native code
 PROMPT, SAMPLING = [5, 6, 7, 8, 9], Sampling(max_tokens=12, temperature=0, ignore_eos=True)
 
 

@@ -360,14 +360,16 @@ def _family(name: str, **more: Any) -> Any:
     return hf.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
 
 
-WIDE = {"head_dim": 16, "query_pre_attn_scalar": 16}
 PLAIN: dict[str, tuple[Callable[[], Any], str]] = {
-    "gemma2": (lambda: _family("gemma2", **WIDE), "models of type gemma2"),
-    "gemma3": (lambda: _family("gemma3", **WIDE), "models of type gemma3_text"),
+    "gemma2 with narrow heads": (lambda: _family("gemma2"), "heads of width 8"),
+    "gemma3 with narrow heads": (lambda: _family("gemma3"), "heads of width 8"),
+    "olmo2 with narrow heads": (lambda: _family("olmo2"), "heads of width 8"),
     "gpt2": (lambda: _family("gpt2"), "models of type gpt2"),
-    "phi3": (lambda: _family("phi3", hidden_size=64), "models of type phi3"),
+    "phi3-longrope": (
+        lambda: _family("phi3-longrope"),
+        "rotary factors that change with the sequence length",
+    ),
     "mixtral": (lambda: _family("mixtral", head_dim=32), "models of type mixtral"),
-    "olmo2": (lambda: _family("olmo2", hidden_size=64), "models of type olmo2"),
     "starcoder2": (lambda: _family("starcoder2", hidden_size=64), "models of type starcoder2"),
     "gpt_oss": (lambda: _family("gpt_oss", head_dim=16), "models of type gpt_oss"),
     "qwen3_moe": (lambda: _family("qwen3_moe"), "models of type qwen3_moe"),
@@ -487,6 +489,6 @@ def test_a_model_from_a_folder_runs_fused_by_default(tmp_path: Any) -> None:
 @NATIVE
 def test_asking_for_what_cannot_be_had_is_an_error() -> None:
     """Guards against an option that is taken and ignored."""
-    model, _ = families.make_family("gemma2")
-    with pytest.raises(ForedraftError, match=r"models of type gemma2.*leave fused out"):
+    model, _ = families.make_family("gpt2")
+    with pytest.raises(ForedraftError, match=r"models of type gpt2.*leave fused out"):
         LLM(copy.deepcopy(model), None, fused=True)

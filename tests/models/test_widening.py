@@ -22,7 +22,7 @@ from foredraft.errors import ForedraftError
 from foredraft.kernels.quantize import unpack
 from foredraft.models.hf import get_packed_weights
 from foredraft.models.loading import load_model
-from foredraft.models.native.decoder import interleave_rows
+from foredraft.models.native.packing import interleave_rows
 from tests.support import tiny_models
 
 CPU = torch.device("cpu")

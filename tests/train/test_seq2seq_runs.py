@@ -28,6 +28,10 @@ SETTINGS = {
     "mlp_speculator": {"n_predict": "2", "inner": "16"},
     "ngram_lm": {"order": "3"},
 }
+REFUSALS = {  # methods that add a layer or an exit to a decoder without cross-attention
+    "early_exit": r"needs a decoder-only target, and .*; train another method",
+    "mtp": r"so no layer of its class can be added; use the method eagle",
+}
 FAMILIES = {"t5": "t5", "bart": "bart, forced"}
 MEASURED = EvaluationConfig(prompts=3, tokens=24)
 
@@ -68,7 +72,7 @@ def equal(one, other):
 
 
 def test_every_trainable_method_is_here():
-    assert set(SETTINGS) == set(list_trainable_methods()) - {"early_exit"}  # refused below
+    assert set(SETTINGS) == set(list_trainable_methods()) - set(REFUSALS)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -269,9 +273,10 @@ def test_what_cannot_run_is_refused_in_one_line(folder, method, wrong, message):
     assert "\n" not in str(error.value)
 
 
-def test_an_exit_from_a_decoder_with_an_encoder_is_refused(folder):
-    with pytest.raises(ForedraftError, match=r"needs a decoder-only target, and .*; train another method"):
-        train(replace(plan(folder, files=(str(folder / "pairs.jsonl"),), context=32), method="early_exit"))
+@pytest.mark.parametrize("method", REFUSALS)
+def test_methods_that_need_a_decoder_without_an_encoder_are_refused(folder, method):
+    with pytest.raises(ForedraftError, match=REFUSALS[method]):
+        train(replace(plan(folder, files=(str(folder / "pairs.jsonl"),), context=32), method=method))
 
 
 def test_audio_is_refused(tmp_path):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from foredraft.checkpoints.formats import CheckpointFormat
 from foredraft.checkpoints.schema import Checkpoint
+from foredraft.checkpoints.stitch import copy_target
 from foredraft.checkpoints.target import ExportTarget
 from foredraft.checkpoints.target_reference import describe_target
 from foredraft.checkpoints.tensors import INDEX_FILES, WEIGHT_FILES
@@ -59,10 +60,12 @@ def export_drafter(
         raise ForedraftError(f"{checkpoint.folder} holds {title}: {reason}; use --format {names}")
     layout, notes = chosen.make(checkpoint, target)
     _check_folder(Path(out), layout.file, is_forced)
+    if chosen.copies_target:
+        copy_target(target.info.name, Path(out), layout.tensors, layout.file)
     save(
         out,
         layout,
-        describe_target(target.info.name),
+        None if chosen.copies_target else describe_target(target.info.name),
         "give --out a folder with more room; its previous files are still there",
     )
     make_command = chosen.make_command if chosen.is_served(checkpoint) else None

@@ -67,6 +67,7 @@ class ExportFormat:
     make: Exporter
     make_command: CommandMaker | None = None  # shell command that serves the folder; None = no engine serves it
     is_served: Callable[[Checkpoint], bool] = lambda checkpoint: True  # whether that engine reads this drafter alike
+    copies_target: bool = False  # the folder is a copy of the target's with the drafter's tensors in it
 
 
 @dataclass(frozen=True)

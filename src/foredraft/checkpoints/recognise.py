@@ -17,7 +17,7 @@ UNSUPPORTED_ARCHITECTURES = {"dspark": "DSpark", "peagle": "P-EAGLE"}
 UNSUPPORTED_TENSORS = {
     r"markov_(w1|w2|head)\b": "DSpark",
     r"mask_hidden$": "P-EAGLE",
-    r"(mtp|mtp_layers|model\.mtp_layers)\.": "MTP",
+    r"(model\.)?mtp_layers\.": "MTP",
     r"(model\.layers\.\d+\.)?eh_proj\.": "MTP",
     r"(fusion_fc|embedding_layernorm|pre_lm_head_layernorm|transformer\.self_attn)\b": "retired EAGLE/HASS",
 }

@@ -146,11 +146,14 @@ class Method:
         name: the name that users write.
         config: frozen dataclass of the options.
         create: makes the drafter from an instance of `config` and a context; None = `from_checkpoint` makes it, from
-            the head that the user named or the built-in one. `creation.create_drafter` calls either.
+            the head that the user named, the built-in one or that of the target. `creation.create_drafter` calls
+            either.
         uses_model: True if the method takes the option `model`: a draft model, a head or another trained file.
         accepts_loaded_model: True if `model` may be a loaded transformers model.
         from_checkpoint: makes the drafter from the options, a loaded checkpoint and a context; None = `create` is the
             only way to make it.
+        read_from_target: reads the head that the target's own folder holds, if the user names none; None = the user has
+            to name one, unless it is built in. It raises ForedraftError if the target has none.
         check_options: raises ForedraftError for invalid options before a checkpoint is loaded. Arguments: options and
             `num_speculative_tokens`. None = `from_checkpoint` checks them alone.
         auto_rank: rank in the method `auto`: a number, or a function of the context. `auto` uses the method with the
@@ -181,6 +184,7 @@ class Method:
     uses_model: bool = True
     accepts_loaded_model: bool = False
     from_checkpoint: Callable[[Any, Checkpoint, DrafterContext], Drafter] | None = None
+    read_from_target: Callable[[DrafterContext], Checkpoint] | None = None
     check_options: Callable[[Any, int], object] | None = None
     auto_rank: float | Callable[[DrafterContext], float | None] | None = None
     auto_tokens: int = DEFAULT_AUTO_TOKENS

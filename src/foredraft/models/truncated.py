@@ -15,10 +15,11 @@ from foredraft.kernels.linear import PackedWeight
 from foredraft.kv.pool import KVPool
 from foredraft.models.forward_batch import ForwardBatch
 from foredraft.models.hf import HFModel
-from foredraft.models.native.decoder import DecoderPacker, LayerSlice
+from foredraft.models.native.decoder import LayerSlice
+from foredraft.models.native.packing import DecoderPacker
 from foredraft.models.truncated_modules import Adapter
 
-DEFAULT_NORM_EPS = 1e-6  # epsilon of norms, for a target without rms_norm_eps
+DEFAULT_NORM_EPS = 1e-6  # epsilon of norms, for a target whose config has none
 
 
 @dataclass
@@ -108,4 +109,6 @@ def count_weights(target: HFModel) -> tuple[float, float]:
 
 def read_norm_eps(target: HFModel) -> float:
     """Read the epsilon of the target's norms. The native decoder uses it for the adapter's norm too."""
-    return float(getattr(target.model.config.get_text_config(), "rms_norm_eps", None) or DEFAULT_NORM_EPS)
+    config = target.model.config.get_text_config()
+    found = (getattr(config, name, None) for name in ("rms_norm_eps", "layer_norm_eps"))
+    return float(next((eps for eps in found if eps), DEFAULT_NORM_EPS))

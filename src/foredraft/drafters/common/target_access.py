@@ -29,12 +29,16 @@ def describe_target(target: HFModel) -> TargetInfo:
 
 
 def load_checkpoint(context: DrafterContext, method: Method) -> Checkpoint:
-    """Load the head that the user named, or the built-in one. Warns if it was trained for another target.
+    """Load the head that the user named, the built-in one, or that of the target's own folder.
+
+    Warns if it was trained for another target.
 
     Raises:
         ForedraftError: without a head or a target, or if the head is of another method or does not fit the target.
     """
     name = context.model or context.builtin_drafter
+    if name is None and method.read_from_target is not None and context.target is not None:
+        return method.read_from_target(context)
     if name is None:
         raise ForedraftError(
             f"the method {method.name} needs a head trained for this target: give --spec-model PATH (or {{'model': "
@@ -120,15 +124,21 @@ def get_packed_lm_head(target: HFModel) -> PackedWeight | None:
 
     None if the target does not run as native code, or if it scales or caps its logits: use `compute_logits` then.
     """
-    config = target.model.config.get_text_config()
-    is_plain = getattr(config, "logits_scaling", 1.0) == 1.0 and not getattr(config, "final_logit_softcapping", None)
+    is_capped = bool(getattr(target.model.config.get_text_config(), "final_logit_softcapping", None))
+    is_plain = _read_logit_divisor(target) == 1.0 and not is_capped
     return target.fused.head if target.fused is not None and is_plain else None
 
 
 def scale_output_matrix(target: HFModel) -> Tensor:
     """Return the matrix [V, H], in float32, that makes the target's logits without its scaling of logits."""
-    scaling = getattr(target.model.config.get_text_config(), "logits_scaling", None) or 1.0
-    return target.head_weight.float() / scaling
+    return target.head_weight.float() / _read_logit_divisor(target)
+
+
+def _read_logit_divisor(target: HFModel) -> float:
+    """Read the number by which the target divides its logits: that of Granite, or the inverse of Cohere's factor."""
+    config = target.model.config.get_text_config()
+    divisor, factor = (getattr(config, name, None) or 1.0 for name in ("logits_scaling", "logit_scale"))
+    return float(divisor / factor)
 
 
 def derive_block_shape(target: HFModel) -> DraftLayerShape:

@@ -16,11 +16,13 @@
 #include "simd.h"
 #include "team.h"
 
+#define CAP_CHUNK 4096 /* logits that a member caps at a time */
+
 INLINE char *align(char *p) { return (char *)(((uintptr_t)p + 63) & ~(uintptr_t)63); }
 INLINE long max_long(long a, long b) { return a > b ? a : b; }
 
 typedef struct {
-    int hidden, heads, kv_heads, head_dim, inner, has_bf16_kv;
+    int hidden, heads, kv_heads, head_dim, inner, has_bf16_kv, has_branch;
     float eps;
     long input_bytes; /* largest row of an input of a product */
     long score_bytes; /* attention's scratch memory per member */
@@ -33,7 +35,7 @@ typedef struct {
     const fd_pass *pass;
     char *input;      /* input of the next product, in the format of its weight */
     float *hidden;    /* residual stream */
-    float *qkv;       /* queries, keys and values */
+    float *qkv;       /* queries, keys and values; later a branch, [num_rows, hidden], before it is added */
     float *attention; /* queries, then the outputs of attention */
     float *inner;     /* inner states of the MLP */
     char *scores;     /* [members, score_bytes] */
@@ -42,10 +44,11 @@ typedef struct {
 
 INLINE long attention_width(const decoder_shape *s) { return (long)s->heads * s->head_dim; }
 INLINE long qkv_width(const decoder_shape *s) { return (long)(s->heads + 2 * s->kv_heads) * s->head_dim; }
+INLINE long qkv_room(const decoder_shape *s) { return max_long(qkv_width(s), s->has_branch ? s->hidden : 0); }
 INLINE float *hidden_row(const decoder *d, int row) { return d->hidden + (long)row * d->shape.hidden; }
 
 static int64_t decoder_scratch(const decoder_shape *s, const fd_rows *rows, int threads) {
-    long row = s->input_bytes + 4 * ((long)s->hidden + qkv_width(s) + attention_width(s) + s->inner);
+    long row = s->input_bytes + 4 * ((long)s->hidden + qkv_room(s) + attention_width(s) + s->inner);
     return row * rows->num_rows + threads * s->score_bytes + 6 * 64;
 }
 
@@ -55,7 +58,7 @@ static void set_buffers(decoder *d) {
     d->input = align(d->pass->scratch);
     d->hidden = (float *)align(d->input + rows * s->input_bytes);
     d->qkv = (float *)align((char *)(d->hidden + rows * s->hidden));
-    d->attention = (float *)align((char *)(d->qkv + rows * qkv_width(s)));
+    d->attention = (float *)align((char *)(d->qkv + rows * qkv_room(s)));
     d->inner = (float *)align((char *)(d->attention + rows * attention_width(s)));
     d->scores = align((char *)(d->inner + rows * s->inner));
 }
@@ -93,13 +96,32 @@ static void project(decoder *d, fd_team *team, const fd_weight *w, epilogue e) {
     fd_barrier(team);
 }
 
-/* Adds scale * (x W^T + bias) to the residual stream; x is [num_rows, width]. */
-static void add_to_residual(decoder *d, fd_team *team, const fd_weight *w, const float *x, long width, float scale) {
+/* Projects x, [num_rows, width]. */
+static void project_rows(decoder *d, fd_team *team, const fd_weight *w, const float *x, long width, epilogue e) {
     FOR_EACH_ITEM(r, d->rows->num_rows) convert_row(w, x + r * width, d->input + r * row_bytes(w));
     fd_barrier(team);
+    project(d, team, w, e);
+}
+
+/* Adds scale * (x W^T + bias) to the residual stream. */
+INLINE epilogue add_to_residual(const decoder *d, const fd_weight *w, float scale) {
     epilogue to_hidden = store_to(w, d->hidden, d->shape.hidden, scale);
     to_hidden.mode = EPILOGUE_ADD;
-    project(d, team, w, to_hidden);
+    return to_hidden;
+}
+
+/* Keeps the result apart until `add_branch`. */
+INLINE epilogue store_branch(const decoder *d, const fd_weight *w) { return store_to(w, d->qkv, d->shape.hidden, 1.0f); }
+
+/* Adds the branch, normed, to the residual stream. */
+static void add_branch(decoder *d, fd_team *team, fd_norm norm) {
+    int n = d->shape.hidden;
+    FOR_EACH_ITEM(r, d->rows->num_rows) {
+        float *h = hidden_row(d, r), *branch = d->qkv + (long)r * n;
+        apply_norm(norm, branch, d->shape.eps, n, branch);
+        for (int i = 0; i < n; i++) h[i] += branch[i];
+    }
+    fd_barrier(team);
 }
 
 static void store_kv(void *to, long at, const float *x, int n, int has_bf16) {
@@ -132,13 +154,13 @@ static fd_attention attention_over(const decoder *d, const void *keys, const voi
                           .has_bf16_kv = s->has_bf16_kv, .scale = scale};
 }
 
-/* Attention of every row over the keys of `visible`, then the output projection into the residual stream. */
-static void attend_and_add(decoder *d, fd_team *team, const fd_attention *a, const fd_rows *visible, char *scores,
-                           const fd_weight *out, float scale) {
+/* Attention of every row over the keys of `visible`, then the output projection. */
+static void attend_and_project(decoder *d, fd_team *team, const fd_attention *a, const fd_rows *visible, char *scores,
+                               const fd_weight *out, epilogue e) {
     int kv_heads = d->shape.kv_heads;
     FOR_EACH_ITEM(i, d->rows->num_rows * kv_heads) attend(a, visible, i / kv_heads, i % kv_heads, scores);
     fd_barrier(team);
-    add_to_residual(d, team, out, d->attention, attention_width(&d->shape), scale);
+    project_rows(d, team, out, d->attention, attention_width(&d->shape), e);
 }
 
 typedef struct {
@@ -146,7 +168,7 @@ typedef struct {
     int is_gated, activation;
 } mlp;
 
-static void mlp_block(decoder *d, fd_team *team, mlp m, fd_norm pre_norm, fd_norm post_norm, float scale) {
+static void mlp_block(decoder *d, fd_team *team, mlp m, fd_norm pre_norm, fd_norm post_norm, epilogue e) {
     int inner = d->shape.inner;
     read_all_hidden(d, team, m.in, pre_norm, post_norm);
     epilogue to_inner = store_to(m.in, d->inner, inner, 1.0f);
@@ -157,7 +179,7 @@ static void mlp_block(decoder *d, fd_team *team, mlp m, fd_norm pre_norm, fd_nor
         FOR_EACH_ITEM(r, d->rows->num_rows) activate_row(m.activation, d->inner + (long)r * inner, inner);
         fd_barrier(team);
     }
-    add_to_residual(d, team, m.out, d->inner, inner, scale);
+    project_rows(d, team, m.out, d->inner, inner, e);
 }
 
 static void convert_to_bf16(const float *x, int n, uint16_t *out) {
@@ -192,6 +214,17 @@ static void compute_logits(decoder *d, fd_team *team, const fd_weight *head, fd_
     fd_barrier(team);
     epilogue to_logits = store_to(head, d->pass->logits, head->n, scale);
     matmul(team, head, d->input, num_logits, &to_logits);
+}
+
+/* Replaces logits x by cap * tanh(x / cap). */
+static void cap_logits(decoder *d, fd_team *team, int vocab, float cap) {
+    long size = (long)d->rows->num_logits * vocab;
+    float *x = d->pass->logits;
+    fd_barrier(team);
+    FOR_EACH_ITEM(c, (size + CAP_CHUNK - 1) / CAP_CHUNK) {
+        long end = (c + 1l) * CAP_CHUNK < size ? (c + 1l) * CAP_CHUNK : size;
+        for (long i = (long)c * CAP_CHUNK; i < end; i++) x[i] = cap * tanhf(x[i] / cap);
+    }
 }
 
 #endif

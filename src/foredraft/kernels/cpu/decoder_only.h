@@ -1,5 +1,5 @@
-/* A forward pass of a decoder-only model, or of a drafter's decoder layers. A layer has self-attention with rotary
- * embeddings and a gated MLP, each after its norm.
+/* A forward pass of a decoder-only model, or of a drafter's decoder layers. A layer has self-attention and a gated MLP.
+ * Each has a norm before it, after it or both, and both may read the same states.
  */
 #ifndef FD_DECODER_ONLY_H
 #define FD_DECODER_ONLY_H
@@ -13,6 +13,15 @@ typedef struct {
 
 INLINE long mlp_input_bytes(const fd_layer *l) { return max_long(row_bytes(&l->gate_up), row_bytes(&l->down)); }
 
+/* Whether the output of this layer's attention is added to the residual stream in a step of its own. */
+INLINE int is_attention_apart(const fd_model *m, const fd_layer *l) { return m->is_parallel || l->attention_post_norm; }
+
+static int has_branches(const fd_model *m) {
+    for (int i = 0; i < m->layers; i++)
+        if (is_attention_apart(m, m->layer + i) || m->layer[i].mlp_post_norm) return 1;
+    return 0;
+}
+
 static decoder_shape decoder_only_shape(const fd_model *m, const fd_rows *rows) {
     long bytes = max_long(row_bytes(&m->head), row_bytes(&m->fc));
     if (m->adapter) bytes = max_long(bytes, mlp_input_bytes(m->adapter));
@@ -21,7 +30,8 @@ static decoder_shape decoder_only_shape(const fd_model *m, const fd_rows *rows) 
         bytes = max_long(bytes, max_long(max_long(row_bytes(&l->qkv), row_bytes(&l->out)), mlp_input_bytes(l)));
     }
     return (decoder_shape){.hidden = m->hidden, .heads = m->heads, .kv_heads = m->kv_heads, .head_dim = m->head_dim,
-                           .inner = m->inner, .has_bf16_kv = m->has_bf16_kv, .eps = m->eps, .input_bytes = bytes,
+                           .inner = m->inner, .has_bf16_kv = m->has_bf16_kv, .has_branch = has_branches(m),
+                           .eps = m->eps, .input_bytes = bytes,
                            .score_bytes = attention_scratch(rows, m->heads / m->kv_heads)};
 }
 
@@ -31,6 +41,9 @@ static int64_t decoder_only_scratch(const fd_model *m, const fd_rows *rows, int 
 }
 
 INLINE fd_norm rms_norm_of(const float *weight) { return (fd_norm){.weight = weight}; }
+INLINE fd_norm norm_of(const fd_model *m, const float *weight) {
+    return (fd_norm){.weight = weight, .bias = weight ? m->norm_bias : NULL};
+}
 
 /* Rotary position embedding in place; it rotates the two halves of the first `rotary` values. */
 static void apply_rope(float *x, const float *cos, const float *sin, int rotary) {
@@ -94,8 +107,20 @@ static void norm_and_rotate_head(const decoder_only *o, const fd_layer *l, int r
     const fd_rows *rows = o->d.rows;
     float *x = o->d.qkv + row * qkv_width(&o->d.shape) + (long)head * m->head_dim;
     long first = (long)(rows->num_committed[row] + rows->path_length[row] - 1) * m->rotary / 2;
-    rms_norm(x, head < m->heads ? l->q_norm : l->k_norm, m->eps, m->head_dim, x);
-    apply_rope(x, m->cos + first, m->sin + first, m->rotary);
+    if (!m->has_joint_head_norm) rms_norm(x, head < m->heads ? l->q_norm : l->k_norm, m->eps, m->head_dim, x);
+    if (l->positions == FD_ROTARY) apply_rope(x, m->cos + first, m->sin + first, m->rotary);
+    if (l->positions == FD_LOCAL_ROTARY) apply_rope(x, m->local_cos + first, m->local_sin + first, m->rotary);
+}
+
+/* Norm of all query heads of every row together, and of all key heads. */
+static void norm_joint_heads(const decoder_only *o, fd_team *team, const fd_layer *l) {
+    const fd_model *m = o->model;
+    FOR_EACH_ITEM(r, o->d.rows->num_rows) {
+        float *query = o->d.qkv + r * qkv_width(&o->d.shape), *key = query + attention_width(&o->d.shape);
+        rms_norm(query, l->q_norm, m->eps, m->heads * m->head_dim, query);
+        rms_norm(key, l->k_norm, m->eps, m->kv_heads * m->head_dim, key);
+    }
+    fd_barrier(team);
 }
 
 static void attention_block(decoder_only *o, fd_team *team, int layer, char *scores) {
@@ -107,9 +132,10 @@ static void attention_block(decoder_only *o, fd_team *team, int layer, char *sco
         FOR_EACH_ITEM(r, rows) read_embedding_and_input(o, &l->qkv, l->attention_norm, m->input_norm, r);
         fd_barrier(team);
     } else {
-        read_all_hidden(d, team, &l->qkv, rms_norm_of(l->attention_norm), NO_NORM);
+        read_all_hidden(d, team, &l->qkv, norm_of(m, l->attention_norm), NO_NORM);
     }
     project(d, team, &l->qkv, store_to(&l->qkv, d->qkv, qkv_width(&d->shape), 1.0f));
+    if (m->has_joint_head_norm) norm_joint_heads(o, team, l);
     FOR_EACH_ITEM(i, rows * heads) {
         int row = i / heads, head = i % heads;
         if (head < m->heads + m->kv_heads) norm_and_rotate_head(o, l, row, head);
@@ -119,12 +145,27 @@ static void attention_block(decoder_only *o, fd_team *team, int layer, char *sco
     fd_attention a = attention_over(d, d->pass->keys[layer], d->pass->values[layer], m->scale);
     a.sliding_window = l->sliding_window;
     a.softcap = m->softcap;
-    attend_and_add(d, team, &a, d->rows, scores, &l->out, m->residual_scale);
+    epilogue e = is_attention_apart(m, l) ? store_branch(d, &l->out) : add_to_residual(d, &l->out, m->residual_scale);
+    attend_and_project(d, team, &a, d->rows, scores, &l->out, e);
+    if (l->attention_post_norm) add_branch(d, team, norm_of(m, l->attention_post_norm));
 }
 
-static void gated_mlp_block(decoder_only *o, fd_team *team, const fd_layer *l, int activation, float scale) {
-    mlp m = {.in = &l->gate_up, .out = &l->down, .is_gated = 1, .activation = activation};
-    mlp_block(&o->d, team, m, rms_norm_of(l->mlp_norm), NO_NORM, scale);
+INLINE mlp gated_mlp(const fd_layer *l, int activation) {
+    return (mlp){.in = &l->gate_up, .out = &l->down, .is_gated = 1, .activation = activation};
+}
+
+static void gated_mlp_block(decoder_only *o, fd_team *team, const fd_layer *l) {
+    const fd_model *m = o->model;
+    decoder *d = &o->d;
+    epilogue e = l->mlp_post_norm ? store_branch(d, &l->down) : add_to_residual(d, &l->down, m->residual_scale);
+    mlp_block(d, team, gated_mlp(l, m->activation), norm_of(m, l->mlp_norm), NO_NORM, e);
+    if (l->mlp_post_norm) add_branch(d, team, norm_of(m, l->mlp_post_norm));
+    if (m->is_parallel) add_branch(d, team, NO_NORM); /* the attention's */
+}
+
+static void adapter_block(decoder_only *o, fd_team *team, const fd_layer *l) {
+    epilogue e = add_to_residual(&o->d, &l->down, 1.0f);
+    mlp_block(&o->d, team, gated_mlp(l, FD_SILU), rms_norm_of(l->mlp_norm), NO_NORM, e);
 }
 
 /* The part of one member in a pass. scores: its own scratch memory. */
@@ -135,12 +176,13 @@ static void run_decoder_only(decoder_only *o, fd_team *team, char *scores) {
     return_hidden_layer(d, team, 0, NO_NORM);
     for (int i = 0; i < m->layers; i++) {
         attention_block(o, team, i, scores);
-        gated_mlp_block(o, team, m->layer + i, m->activation, m->residual_scale);
+        gated_mlp_block(o, team, m->layer + i);
         return_hidden_layer(d, team, i + 1, NO_NORM);
     }
-    if (m->adapter) gated_mlp_block(o, team, m->adapter, FD_SILU, 1.0f);
-    return_hidden_layer(d, team, FD_AFTER_FINAL_NORM, rms_norm_of(m->norm));
-    compute_logits(d, team, &m->head, rms_norm_of(m->norm), m->logit_scale);
+    if (m->adapter) adapter_block(o, team, m->adapter);
+    return_hidden_layer(d, team, FD_AFTER_FINAL_NORM, norm_of(m, m->norm));
+    compute_logits(d, team, &m->head, norm_of(m, m->norm), m->logit_scale);
+    if (m->logit_softcap > 0) cap_logits(d, team, m->head.n, m->logit_softcap);
 }
 
 static void decoder_only_body(void *arg, fd_team *team) {

@@ -51,7 +51,8 @@ static void self_attention_block(encdec *o, fd_team *team, int layer, fd_norm po
     a.bias = l->bias;
     a.max_distance = m->max_distance;
     a.query_rows = m->is_encoder ? d->rows : NULL;
-    attend_and_add(d, team, &a, m->is_encoder ? o->sources : d->rows, scores, &l->self_out, 1.0f);
+    attend_and_project(d, team, &a, m->is_encoder ? o->sources : d->rows, scores, &l->self_out,
+                       add_to_residual(d, &l->self_out, 1.0f));
 }
 
 static void cross_attention_block(encdec *o, fd_team *team, int layer, fd_norm post_norm, char *scores) {
@@ -61,7 +62,7 @@ static void cross_attention_block(encdec *o, fd_team *team, int layer, fd_norm p
     read_all_hidden(d, team, &l->cross_query, pre_norm_of(m, l->cross_norm), post_norm);
     project(d, team, &l->cross_query, store_to(&l->cross_query, d->attention, attention_width(&d->shape), 1.0f));
     fd_attention a = attention_over(d, d->pass->cross_keys[layer], d->pass->cross_values[layer], m->scale);
-    attend_and_add(d, team, &a, o->sources, scores, &l->cross_out, 1.0f);
+    attend_and_project(d, team, &a, o->sources, scores, &l->cross_out, add_to_residual(d, &l->cross_out, 1.0f));
 }
 
 /* Applies the last layer's post-norm to the stream, if the final norm follows. Returns the last norm to apply. */
@@ -95,7 +96,8 @@ static void encdec_body(void *arg, fd_team *team) {
             post_norm = post_norm_of(m, l->cross_norm);
         }
         mlp weights = {.in = &l->mlp_in, .out = &l->mlp_out, .is_gated = m->is_gated, .activation = m->activation};
-        mlp_block(d, team, weights, pre_norm_of(m, l->mlp_norm), post_norm, 1.0f);
+        mlp_block(d, team, weights, pre_norm_of(m, l->mlp_norm), post_norm,
+                  add_to_residual(d, weights.out, 1.0f));
         post_norm = post_norm_of(m, l->mlp_norm);
         return_hidden_layer(d, team, i + 1, post_norm);
     }

@@ -9,6 +9,7 @@
 enum { FD_BF16, FD_F32, FD_INT8, FD_INT4 };
 enum { FD_SILU, FD_GELU_TANH, FD_RELU, FD_GELU }; /* a gated MLP has one of the first two */
 enum { FD_EMBEDDED, FD_JOINED, FD_PAIRED };       /* fd_model.input_kind */
+enum { FD_ROTARY, FD_LOCAL_ROTARY, FD_NO_ROTARY }; /* fd_layer.positions */
 enum { FD_AFTER_FINAL_NORM = -1 };                /* hidden layer after the final norm; others are layer boundaries */
 
 /* A packed matrix [n, k]. bf16: [n/32][k/2][32][2]; f32: [n/32][k][32]; int8, int4: quant.h. */
@@ -29,12 +30,14 @@ typedef struct {
     const int32_t *logit_rows;                  /* [num_logits] */
 } fd_rows;
 
-/* A decoder layer with rotary embeddings and a gated MLP. */
+/* A decoder layer with a gated MLP. Fields that are NULL or 0 are absent. */
 typedef struct {
     const float *attention_norm, *mlp_norm; /* [hidden]; attention_norm NULL = no norm */
-    const float *q_norm, *k_norm;           /* [head_dim] or NULL */
+    const float *q_norm, *k_norm;           /* [head_dim], or of all heads together: fd_model.has_joint_head_norm */
+    const float *attention_post_norm, *mlp_post_norm; /* [hidden]; norm of the output before it is added */
     fd_weight qkv, out, gate_up, down;      /* gate_up: 16 rows of gate, 16 of up, and so on */
     int32_t sliding_window;                 /* most keys that a row sees; 0 = all */
+    int32_t positions;                      /* rotary table of queries and keys, or none */
 } fd_layer;
 
 /* A decoder-only model, or the decoder layers of a drafter (decoder_only.h).
@@ -45,11 +48,15 @@ typedef struct {
 typedef struct {
     int32_t layers, hidden, heads, kv_heads, head_dim, rotary, inner, activation, has_bf16_kv, has_bf16_embedding;
     int32_t input_kind, norm_before_residual;
-    float eps, scale, softcap, embedding_scale, residual_scale, logit_scale;
+    int32_t is_parallel;         /* the MLP reads the residual stream before the attention's output is added */
+    int32_t has_joint_head_norm; /* q_norm is [heads * head_dim], k_norm [kv_heads * head_dim] */
+    float eps, scale, softcap, embedding_scale, residual_scale, logit_scale, logit_softcap;
     const void *embedding;   /* [V, hidden] */
     const float *norm;       /* [hidden] or NULL */
     const float *input_norm; /* [hidden], PAIRED */
+    const float *norm_bias;  /* [hidden]: norms of the residual stream are LayerNorms with this bias; NULL: RMSNorms */
     const float *cos, *sin;  /* [positions, rotary / 2] */
+    const float *local_cos, *local_sin; /* the same for layers with LOCAL_ROTARY */
     const fd_layer *layer;
     fd_weight fc; /* [hidden, 2 * hidden], JOINED */
     fd_weight head;

@@ -15,6 +15,7 @@
 
 #if HAS_TILES
 
+enum { CACHED_BYTES = 4 << 20 }; /* of a weight that is likely in a cache, where prefetching costs time */
 enum { PAIR_BYTES = FD_PANEL * 4, STEP_PAIRS = 16 }; /* bytes of a pair of k in a panel; pairs of a tile */
 
 /* All tiles of a product have one height, so tiles are configured once. More rows than one tile use pairs of tiles. */
@@ -105,7 +106,7 @@ static void multiply_panels_amx(const fd_weight *w, const char *x, int rows, int
     int height = tile_height(rows), two_x = rows > TILE_ROWS;
     const fd_tuning *tuning = find_tuning(rows);
     tile_block b = {.stride = row_bytes(w), .steps = w->k / (2 * STEP_PAIRS)};
-    b.ahead = tuning->prefetch;
+    b.ahead = 2l * w->n * w->k > CACHED_BYTES ? tuning->prefetch : 0;
     for (int panel = first, count; panel < last; panel += count) {
         count = !two_x && tuning->vectors > PANEL_VECTORS && last - panel > 1 ? 2 : 1;
         for (int r = 0; r < rows; r += (1 + two_x) * height) {

@@ -29,7 +29,7 @@ from foredraft.models.encdec import decoder
 from foredraft.models.encdec.cross_kv import SOURCE_PAGE_SIZE, CrossKVCache, SourcePages
 from foredraft.models.encdec.decoder import DecoderBlock, DecoderStack, MergedLinear, PackWeight
 from foredraft.models.forward_batch import ForwardBatch
-from foredraft.models.native.decoder import LANES, interleave_rows
+from foredraft.models.native.packing import LANES, interleave_rows
 
 # Code of the native library by transformers' name of the activation.
 ACTIVATIONS = {"silu": 0, "swish": 0, "gelu_pytorch_tanh": 1, "gelu_new": 1, "relu": 2, "gelu": 3}

@@ -32,8 +32,9 @@ def explain_missing_stack(model: Any) -> str | None:
     if text is model.config:
         return None
     is_known = type(text) in MODEL_MAPPING and type(model.get_decoder()) is MODEL_MAPPING[type(text)]
-    # Granite's causal LM divides its logits, and a multimodal model around Granite's decoder does not.
-    is_scaled = getattr(text, "logits_scaling", 1.0) != 1.0
+    # Causal LMs of Granite, Cohere and Gemma scale or cap their logits. Multimodal models around them may not.
+    factors = [getattr(text, name, None) or 1.0 for name in ("logits_scaling", "logit_scale")]
+    is_scaled = factors != [1.0, 1.0] or bool(getattr(text, "final_logit_softcapping", None))
     if is_known and not is_scaled and is_plain_wrapper(model):
         return None
     return f"the text part of a model of type {model.config.model_type}"

@@ -1,11 +1,11 @@
-"""Decoders that run as one native call per forward pass on CPU: Llama and families with its structure.
+"""Decoders that run as one native call per forward pass on CPU: Llama and the families of `family.py`.
 
 Weights are packed once: query, key and value in one matrix, gate and up interleaved. A forward pass enters the thread
 team once, from the embeddings to the logits. Other models run transformers' modules.
 """
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any
@@ -13,13 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from foredraft.kernels.arena import Arena
 from foredraft.kernels.cpu.library import (
     LayerRecord,
     ModelRecord,
     NativeLibrary,
     PassRecord,
-    WeightRecord,
     load_library,
 )
 from foredraft.kernels.linear import PackedWeight
@@ -28,18 +26,14 @@ from foredraft.kv.pool import KVPool
 from foredraft.models.forward_batch import ForwardBatch
 from foredraft.models.grid_linear import GridLinear, pack_joined, take_only
 from foredraft.models.native.causal_stack import CausalStack, explain_missing_stack
+from foredraft.models.native.family import FAMILIES
+from foredraft.models.native.packing import LANES, DecoderPacker, PackWeight
+from foredraft.models.native.rotary import RotaryTables
 
-# By config.model_type. Text has three equal positions in Qwen-VL, which makes its rotary factors those of Qwen.
-VISION_FAMILIES = ("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text")
-FAMILIES = ("llama", "mistral", "ministral", "qwen2", "qwen3", "granite", *VISION_FAMILIES)
 # Code of the native library by transformers' name of the activation.
 ACTIVATIONS = {"silu": 0, "swish": 0, "gelu_pytorch_tanh": 1, "gelu_new": 1}
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # rope types whose factors do not depend on the sequence length
-LANES = 16  # numbers in a native vector; the width of a head must be a multiple
 MIN_ROTARY_POSITIONS = 1024  # positions of the first rotary table
-
-PackWeight = Callable[[Tensor, Tensor | None, Arena], PackedWeight]
-RotaryTable = Callable[[int], tuple[Tensor, Tensor]]  # positions -> cos and sin [positions, rotary / 2]
 
 
 def explain_unsupported(model: Any) -> str | None:
@@ -47,40 +41,28 @@ def explain_unsupported(model: Any) -> str | None:
     config = model.config.get_text_config()
     if model.device.type != "cpu" or model.dtype not in (torch.bfloat16, torch.float32):
         return f"{model.dtype} on {model.device.type}"
-    if config.model_type not in FAMILIES:
+    if (family := FAMILIES.get(config.model_type)) is None:
         return f"models of type {config.model_type}"
-    if config.hidden_act not in ACTIVATIONS:
-        return f"the activation {config.hidden_act}"
-    if (getattr(config, "rope_parameters", None) or {}).get("rope_type") not in STATIC_ROPE:
+    if (activation := getattr(config, family.activation)) not in ACTIVATIONS:
+        return f"the activation {activation}"
+    if not set(family.list_rope_types(config)) <= set(STATIC_ROPE):
         return "rotary factors that change with the sequence length"
     if (reason := explain_missing_stack(model)) is not None:
         return reason
     stack = CausalStack.from_model(model)
     blocks = stack.decoder.layers
-    linears = [m for block in blocks for m in list_projections(block)]
+    if not all(block.self_attn.is_causal for block in blocks):
+        return "attention to later tokens"
+    linears = [m for block in blocks for m in family.list_projections(block)]
     if not all(type(m) in (nn.Linear, GridLinear) for m in [*linears, stack.head]):
         return "linear layers that were replaced"
-    if type(stack.decoder.embed_tokens) is not nn.Embedding:
+    if not family.is_own_embedding(stack.decoder.embed_tokens, stack.decoder):
         return "embeddings that were replaced"
     if blocks[0].self_attn.head_dim % LANES:
         return f"heads of width {blocks[0].self_attn.head_dim}"
     if load_library() is None:
         return "no native kernels"
     return None
-
-
-def list_projections(block: Any) -> list[Any]:
-    """List the linear modules of a Llama-like layer."""
-    attention, mlp = block.self_attn, block.mlp
-    return [
-        attention.q_proj,
-        attention.k_proj,
-        attention.v_proj,
-        attention.o_proj,
-        mlp.gate_proj,
-        mlp.up_proj,
-        mlp.down_proj,
-    ]
 
 
 @dataclass(frozen=True)
@@ -110,7 +92,7 @@ class NativeDecoder:
     kv_samples: list[Tensor]  # by layer: [0, H, D] shape and dtype of keys and values
     dtype: torch.dtype  # of the model's weights, keys and values
     vocab_size: int  # number of input tokens
-    rotary_table: RotaryTable
+    rotary_tables: RotaryTables
     num_positions: int = 0  # positions in the record's rotary table
     _free_scratch: list[Tensor] = field(default_factory=list)
     _rotary_lock: Lock = field(default_factory=Lock)
@@ -129,18 +111,18 @@ class NativeDecoder:
             is_owned: whether to free each weight after it is packed.
         """
         packer, decoder = DecoderPacker(pack, is_owned), CausalStack.from_model(model).decoder
-        record = _build_record(model, sliding_windows, packer, pack_head)
-        vocab_size = len(decoder.embed_tokens.weight)
-        return cls.from_record(record, packer, model.dtype, vocab_size, _make_rotary_table(decoder.rotary_emb))
+        rotary_tables = FAMILIES[model.config.get_text_config().model_type].make_rotary_tables(decoder.rotary_emb)
+        record = _build_record(model, sliding_windows, packer, pack_head, rotary_tables.width)
+        return cls.from_record(record, packer, model.dtype, len(decoder.embed_tokens.weight), rotary_tables)
 
     @classmethod
     def from_record(
         cls,
         record: ModelRecord,
-        packer: "DecoderPacker",
+        packer: DecoderPacker,
         dtype: torch.dtype,
         vocab_size: int,
-        rotary_table: RotaryTable,
+        rotary_tables: RotaryTables,
     ) -> "NativeDecoder":
         """Build a decoder from a record.
 
@@ -149,13 +131,13 @@ class NativeDecoder:
             packer: owner of the memory to which the record points.
             dtype: dtype of keys and values, equal to the record's.
             vocab_size: number of input tokens.
-            rotary_table: computes rotary factors.
+            rotary_tables: rotary factors.
         """
         native = load_library()
         assert native is not None, "explain_unsupported was not called"
         tune_products(native, sum(weight.data.nbytes for weight in packer.weights))
         samples = [torch.empty(0, record.kv_heads, record.head_dim, dtype=dtype)] * record.layers
-        return cls(native, record, packer.weights, packer.tensors, samples, dtype, vocab_size, rotary_table)
+        return cls(native, record, packer.weights, packer.tensors, samples, dtype, vocab_size, rotary_tables)
 
     @property
     def head(self) -> PackedWeight:
@@ -246,34 +228,22 @@ class NativeDecoder:
             if num_positions <= self.num_positions:  # a concurrent pass has extended the table
                 return
             size = max(MIN_ROTARY_POSITIONS, 1 << (num_positions - 1).bit_length())
-            cos, sin = self.rotary_table(size)
-            self.tensors += [cos, sin]  # old tables stay, since a concurrent pass may read them
-            self.record.cos, self.record.sin = cos.data_ptr(), sin.data_ptr()
+            main = self.rotary_tables.main(size)
+            local = main if self.rotary_tables.local is None else self.rotary_tables.local(size)
+            self.tensors += [*main, *local]  # old tables stay, since a concurrent pass may read them
+            self.record.cos, self.record.sin = (factors.data_ptr() for factors in main)
+            self.record.local_cos, self.record.local_sin = (factors.data_ptr() for factors in local)
             self.num_positions = size
 
 
-def _make_rotary_table(module: Any) -> RotaryTable:
-    def table(positions: int) -> tuple[Tensor, Tensor]:
-        with torch.inference_mode():
-            cos, sin = module(torch.empty(0, dtype=torch.float32), position_ids=torch.arange(positions)[None])
-        return take_first_half(cos[0]), take_first_half(sin[0])
-
-    return table
-
-
-def take_first_half(factors: Tensor) -> Tensor:
-    """Return the first half [positions, rotary / 2] of every row of [positions, rotary]; the second half is equal."""
-    return factors[:, : factors.shape[-1] // 2].contiguous()
-
-
 def _build_record(
-    source: Any, sliding_windows: Sequence[int | None], packer: "DecoderPacker", pack_head: PackWeight
+    source: Any, sliding_windows: Sequence[int | None], packer: DecoderPacker, pack_head: PackWeight, rotary: int
 ) -> ModelRecord:
     config, stack = source.config.get_text_config(), CausalStack.from_model(source)
-    decoder, head = stack.decoder, stack.head
+    family, decoder, head = FAMILIES[config.model_type], stack.decoder, stack.head
     blocks = zip(decoder.layers, sliding_windows, strict=True)
     layers = (LayerRecord * len(sliding_windows))(
-        *(packer.build_layer(block, sliding_window) for block, sliding_window in blocks)
+        *(packer.build_layer(block, sliding_window, family, rotary) for block, sliding_window in blocks)
     )
     attention, norm = decoder.layers[0].self_attn, decoder.norm
     embedding = decoder.embed_tokens.weight
@@ -283,89 +253,23 @@ def _build_record(
         heads=config.num_attention_heads,
         kv_heads=config.num_key_value_heads,
         head_dim=attention.head_dim,
-        rotary=2 * len(decoder.rotary_emb.inv_freq),
+        rotary=rotary,
         inner=layers[0].gate_up.n // 2,
-        activation=ACTIVATIONS[config.hidden_act],
+        is_parallel=family.norms.are_shared,
+        has_joint_head_norm=family.norms.have_joint_heads,
+        activation=ACTIVATIONS[getattr(config, family.activation)],
         has_bf16_kv=source.dtype == torch.bfloat16,
         has_bf16_embedding=embedding.dtype == torch.bfloat16,
-        eps=norm.variance_epsilon,
+        eps=getattr(norm, family.norms.eps),
         scale=attention.scaling,
-        softcap=0.0,
-        embedding_scale=getattr(config, "embedding_multiplier", 1.0),
+        softcap=getattr(config, family.softcap, None) or 0.0,
+        logit_softcap=getattr(config, family.logit_softcap, None) or 0.0,
+        embedding_scale=family.read_embedding_scale(decoder.embed_tokens, config),
         residual_scale=getattr(config, "residual_multiplier", 1.0),
-        logit_scale=1.0 / getattr(config, "logits_scaling", 1.0),
+        logit_scale=getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0),
+        norm_bias=packer.hold_tensor(torch.zeros(embedding.shape[1])) if family.norms.are_layer_norms else None,
         embedding=packer.hold_tensor(embedding),
-        norm=packer.hold_norm(norm),
+        norm=packer.hold_norm(norm, family.norms.offset),
         layer=ctypes.cast(layers, ctypes.POINTER(LayerRecord)),
         head=packer.hold_weight(pack_joined([head], take_only, pack_head, head.bias, packer.arena, packer.is_owned)),
     )
-
-
-@dataclass
-class DecoderPacker:
-    """Packs a model module by module. Its lists keep the memory alive to which the records point."""
-
-    pack: PackWeight
-    is_owned: bool  # whether to free each weight after it is packed
-    arena: Arena = field(default_factory=Arena)
-    weights: list[PackedWeight] = field(default_factory=list)
-    tensors: list[Tensor] = field(default_factory=list)
-
-    def build_layer(self, block: Any, sliding_window: int | None) -> LayerRecord:
-        """Pack a Llama-like layer. `sliding_window` is the maximum number of positions that a row sees, None = all."""
-        attention, mlp = block.self_attn, block.mlp
-        return LayerRecord(
-            attention_norm=self.hold_norm(getattr(block, "input_layernorm", None)),
-            mlp_norm=self.hold_norm(block.post_attention_layernorm),
-            q_norm=self.hold_norm(getattr(attention, "q_norm", None)),
-            k_norm=self.hold_norm(getattr(attention, "k_norm", None)),
-            qkv=self.pack_stacked(attention.q_proj, attention.k_proj, attention.v_proj),
-            out=self.pack_stacked(attention.o_proj),
-            gate_up=self.pack_interleaved(mlp.gate_proj, mlp.up_proj),
-            down=self.pack_stacked(mlp.down_proj),
-            sliding_window=sliding_window or 0,
-        )
-
-    def pack_stacked(self, *linears: Any) -> WeightRecord:
-        """Pack linear modules as one matrix with their outputs concatenated."""
-        return self._pack_joined(_stack_rows, linears)
-
-    def pack_interleaved(self, *linears: Any) -> WeightRecord:
-        """Pack two linear modules as one matrix with their outputs interleaved; see `interleave_rows`."""
-        return self._pack_joined(interleave_rows, linears)
-
-    def _pack_joined(self, join: Callable[[Sequence[Tensor]], Tensor], linears: Sequence[Any]) -> WeightRecord:
-        bias = None
-        if any(linear.bias is not None for linear in linears):
-            rows = [x.weight.new_zeros(x.out_features) if x.bias is None else x.bias.detach() for x in linears]
-            bias = join([row[:, None] for row in rows])[:, 0]
-        packed = pack_joined(linears, join, self.pack, bias, self.arena, self.is_owned)
-        if self.is_owned:
-            for linear in linears:
-                linear.weight = nn.Parameter(linear.weight.new_empty(0), requires_grad=False)
-        return self.hold_weight(packed)
-
-    def hold_weight(self, weight: PackedWeight) -> WeightRecord:
-        """Keep a packed weight alive and return its record."""
-        self.weights.append(weight)
-        return weight.record
-
-    def hold_norm(self, module: Any) -> int | None:
-        """Convert a norm's weight to float32, keep it alive and return its address; None without a norm."""
-        return None if module is None else self.hold_tensor(module.weight.float())
-
-    def hold_tensor(self, parameter: Tensor) -> int:
-        """Keep a tensor alive and return its address."""
-        self.tensors.append(parameter.detach().contiguous())
-        return self.tensors[-1].data_ptr()
-
-
-def _stack_rows(blocks: Sequence[Tensor]) -> Tensor:
-    return torch.cat(list(blocks))
-
-
-def interleave_rows(pair: Sequence[Tensor]) -> Tensor:
-    """Interleave two matrices in blocks of 16 rows. Rows of zeros fill the last blocks."""
-    missing = -len(pair[0]) % LANES
-    padded = [torch.cat([half, half.new_zeros(missing, half.shape[1])]).view(-1, LANES, half.shape[1]) for half in pair]
-    return torch.stack(padded, 1).flatten(0, 2)

@@ -14,14 +14,10 @@ from foredraft.kernels.linear import DTYPE_KINDS, PackedWeight
 from foredraft.kv.pool import KVPool
 from foredraft.models.draft_layer import DraftLayerShape, RMSNorm, RotaryEmbedding
 from foredraft.models.forward_batch import AFTER_FINAL_NORM, ForwardBatch
-from foredraft.models.native.decoder import (
-    LANES,
-    DecoderPacker,
-    NativeDecoder,
-    RotaryTable,
-    list_projections,
-    take_first_half,
-)
+from foredraft.models.native.decoder import NativeDecoder
+from foredraft.models.native.family import LLAMA
+from foredraft.models.native.packing import LANES, DecoderPacker
+from foredraft.models.native.rotary import RotaryTables, take_first_half
 
 JOINED, PAIRED = 1, 2  # kinds of input, with the values of foredraft.h
 
@@ -64,7 +60,7 @@ def explain_unsupported(layers: Sequence[Any], embedding: Tensor) -> str | None:
         embedding: input embedding matrix.
     """
     first = layers[0].self_attn
-    weights = [module.weight for layer in layers for module in list_projections(layer)]
+    weights = [module.weight for layer in layers for module in LLAMA.list_projections(layer)]
     dtype = weights[0].dtype
     for tensor in (embedding, *weights):
         if tensor.device.type != "cpu" or tensor.dtype not in DTYPE_KINDS:
@@ -141,7 +137,7 @@ class NativeDraftLayers:
             ),
             **layer_input.build_fields(packer),
         )
-        decoder = NativeDecoder.from_record(record, packer, dtype, len(embedding), _make_rotary_table(rotary))
+        decoder = NativeDecoder.from_record(record, packer, dtype, len(embedding), _make_rotary_tables(rotary))
         return cls(decoder, AFTER_FINAL_NORM if has_normed_output else len(layers))
 
     def forward(self, forward_batch: ForwardBatch, pool: KVPool, features: Tensor) -> tuple[Tensor, Tensor]:
@@ -172,10 +168,10 @@ def _pack_lm_head(lm_head: Tensor, arena: Arena) -> PackedWeight:
     return PackedWeight.pack(lm_head, None, arena)
 
 
-def _make_rotary_table(rotary: RotaryEmbedding) -> RotaryTable:
+def _make_rotary_tables(rotary: RotaryEmbedding) -> RotaryTables:
     def table(positions: int) -> tuple[Tensor, Tensor]:
         with torch.inference_mode():
             cos, sin = rotary(torch.arange(positions)[None], torch.float32)
         return take_first_half(cos[0]), take_first_half(sin[0])
 
-    return table
+    return RotaryTables(table)

@@ -1,0 +1,61 @@
+"""Tables of rotary factors for native decoders."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+RotaryTable = Callable[[int], tuple[Tensor, Tensor]]  # positions -> cos and sin [positions, rotary / 2]
+
+
+@dataclass(frozen=True)
+class RotaryTables:
+    """Rotary factors of a model's layers."""
+
+    main: RotaryTable
+    local: RotaryTable | None = None  # of layers with a sliding window; None = the same
+
+    @classmethod
+    def from_module(cls, module: Any, has_paired_factors: bool = False) -> "RotaryTables":
+        """Make the tables of a rotary module of transformers with one base.
+
+        Args:
+            module: rotary module.
+            has_paired_factors: whether it repeats its factors by pairs. Default False = by halves.
+        """
+        return cls(_make_table(module, _take_every_other if has_paired_factors else take_first_half))
+
+    @classmethod
+    def from_module_by_type(cls, module: Any) -> "RotaryTables":
+        """Make the tables of a rotary module of transformers with a base by type of layer."""
+        types = module.layer_types
+        full, sliding = "full_attention", "sliding_attention"
+        return cls(
+            _make_table(module, take_first_half, full if full in types else sliding),
+            _make_table(module, take_first_half, sliding if sliding in types else full),
+        )
+
+    @property
+    def width(self) -> int:
+        """Number of rotated values of a head."""
+        return 2 * self.main(1)[0].shape[1]
+
+
+def _make_table(module: Any, take_half: Callable[[Tensor], Tensor], *layer_type: str) -> RotaryTable:
+    def table(positions: int) -> tuple[Tensor, Tensor]:
+        with torch.inference_mode():
+            cos, sin = module(torch.empty(0, dtype=torch.float32), torch.arange(positions)[None], *layer_type)
+        return take_half(cos[0]), take_half(sin[0])
+
+    return table
+
+
+def take_first_half(factors: Tensor) -> Tensor:
+    """Return the first half [positions, rotary / 2] of every row of [positions, rotary]; the second half is equal."""
+    return factors[:, : factors.shape[-1] // 2].contiguous()
+
+
+def _take_every_other(factors: Tensor) -> Tensor:
+    return factors[:, ::2].contiguous()
