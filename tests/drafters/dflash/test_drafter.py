@@ -135,6 +135,28 @@ def test_config_that_does_not_fit_is_refused(tmp_path: Path, options: Any, messa
         read(str(published_folders.dflash(tmp_path, **options)), TARGET)
 
 
+def test_speculators_folders_hold_the_same_head(tmp_path: Path) -> None:
+    """Fault that it guards: boundaries taken for layer outputs, which reads the states of the next layers."""
+    plain = read(str(published_folders.dflash(tmp_path / "plain")), TARGET)
+    found = read(str(published_folders.dflash_speculators(tmp_path / "speculators")), TARGET)
+    assert (found.method, found.format) == ("dflash", "speculators DFlash")
+    assert found.shape == plain.shape
+    assert all(torch.equal(found.tensors[name], tensor) for name, tensor in plain.tensors.items())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"vocabulary": V - 8}, "32 of 40 tokens"),
+        ({"projector_type": "domino"}, "projector_type is 'domino'"),
+        ({"transformer_layer_config": None}, "no transformer_layer_config"),
+    ],
+)
+def test_speculators_folders_of_other_heads_are_refused(tmp_path: Path, options: Any, message: str) -> None:
+    with pytest.raises(ForedraftError, match=message):
+        read(str(published_folders.dflash_speculators(tmp_path, **options)), TARGET)
+
+
 def test_roots_and_their_successors_are_tokens_to_learn() -> None:
     mask = torch.tensor([[0, 0, 1, 1, 1, 0, 1, 0], [0, 1, 1, 0, 0, 1, 1, 1]]).bool()
     roots = choose_roots(mask, 2)

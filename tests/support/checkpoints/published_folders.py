@@ -323,6 +323,24 @@ def dflash(
     return save(folder, LLAMA | declared | config, tensors)
 
 
+def dflash_speculators(folder: Path, *, vocabulary: int = V, **options: Any) -> Path:
+    """DFlash as `speculators` writes it: the boundaries of the states in config.json, and the layer's config inside."""
+    dflash(folder, copies=True)
+    inner = json.loads((folder / "config.json").read_text())
+    head = ("block_size", "num_target_layers", "dflash_config")
+    nested = inner["dflash_config"]
+    config = {
+        "architectures": ["DFlashSpeculator"], "speculators_model_type": "dflash", "speculators_version": "0.9.0",
+        "speculators_config": {"algorithm": "dflash", "verifier": {"name_or_path": "the-target"}},
+        "draft_vocab_size": vocabulary, "target_hidden_size": None, "block_size": inner["block_size"],
+        "aux_hidden_state_layer_ids": [i + 1 for i in nested["target_layer_ids"]],
+        "mask_token_id": nested["mask_token_id"], "sliding_window_non_causal": False, "projector_type": "dflash",
+        "transformer_layer_config": {name: value for name, value in inner.items() if name not in head},
+    } | options  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
 def d2t(step: int = 1) -> Tensor:
     """[VD] offsets of ascending ids that skip some."""
     ids = torch.arange(V)[torch.randperm(V, generator=torch.Generator().manual_seed(step))[:VD].sort().values]

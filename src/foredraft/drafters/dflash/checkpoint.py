@@ -29,7 +29,11 @@ ARCHITECTURE = "DFlashDraftModel"
 NESTED_KEY = "dflash_config"
 LAYER_OUTPUTS_KEY = "target_layer_ids"  # k = the output of layer k, which is boundary k + 1
 BOUNDARIES_KEY = "aux_hidden_state_layer_ids"  # of speculators
-SPECULATORS_KEYS = ("block_size", "mask_token_id", BOUNDARIES_KEY, NESTED_KEY, "draft_vocab_size")
+SPECULATORS_KEYS = (
+    "block_size", "mask_token_id", BOUNDARIES_KEY, NESTED_KEY, "sample_from_anchor", "sliding_window_non_causal",
+    "projector_type",
+)  # fmt: skip
+VOCABULARY_MAPS = ("d2t", "t2d")
 COPIES = ("embed_tokens.weight", "lm_head.weight")  # of the target's matrices, in folders of DeepSpec and speculators
 log = logging.getLogger(__name__)
 
@@ -44,6 +48,8 @@ def read(files: TensorFiles, config: dict[str, Any], target: TargetInfo, format_
         format_name: name of the layout.
     """
     claims = TensorClaims(files, {name: name for name in files.stored_tensors})
+    if config.get("projector_type", NAME) != NAME:
+        raise files.refuse(f"its projector_type is {config['projector_type']!r}, and only {NAME!r} is supported")
     shape = _infer_shape(claims, config, target, {**config, **(config.get(NESTED_KEY) or {})})
     size = (target.vocab_size, target.hidden)
     copies: dict[str, tuple[int, ...]] = {name: size for name in COPIES if name in claims}
@@ -55,10 +61,14 @@ def read(files: TensorFiles, config: dict[str, Any], target: TargetInfo, format_
 
 
 def read_speculators(files: TensorFiles, config: dict[str, Any], target: TargetInfo) -> Checkpoint:
-    """Read a head in the `speculators` layout."""
-    return replace(
-        read(files, merge_config(files, config, SPECULATORS_KEYS), target, "speculators DFlash"), config=config
-    )
+    """Read a head in the `speculators` layout. Raises ForedraftError for a vocabulary of its own."""
+    merged, size = merge_config(files, config, SPECULATORS_KEYS), config.get("draft_vocab_size")
+    if size not in (None, target.vocab_size) or any(name in files.stored_tensors for name in VOCABULARY_MAPS):
+        raise files.refuse(
+            f"it drafts from a vocabulary of its own ({size} of {target.vocab_size} tokens); train it with "
+            f"draft_vocab_size {target.vocab_size}, without d2t and t2d"
+        )
+    return replace(read(files, merged, target, "speculators DFlash"), config=config)
 
 
 def is_dflash(names: Collection[str], config: Mapping[str, Any]) -> bool:
@@ -123,7 +133,7 @@ def _read_windows(
 
 def _read_causal_layers(config: dict[str, Any], settings: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
     """Return which layers are causal inside a block: as declared, otherwise those that `layer_types` calls sliding."""
-    declared = settings.get("causal")
+    declared = False if settings.get("sliding_window_non_causal") else settings.get("causal")
     kinds = config.get("layer_types") or [""] * num_layers
     is_sliding = [kind == SLIDING_ATTENTION and not settings.get("use_swa") for kind in kinds]
     causal = tuple(is_sliding) if declared is None else (bool(declared),) * num_layers

@@ -126,8 +126,20 @@ def create_trainee(config: TrainConfig, target: HFModel, start: Checkpoint | Non
     check_loss(config.loss)
     if config.block_size < 2 or config.anchors < 1 or config.num_layers < 1 or config.gamma <= 0:
         raise ForedraftError("block_size must be at least 2; anchors, num_layers and gamma must be positive")
-    network = DFlashNetwork(_build_shape(config, target), target) if start is None else load_network(start, target)
+    if start is None:
+        network = DFlashNetwork(_build_shape(config, target), target)
+        _read_last_state(network)
+    else:
+        network = load_network(start, target)
     return DFlashTrainee(config, network.float().to(target.device))
+
+
+@torch.no_grad()
+def _read_last_state(network: DFlashNetwork) -> None:
+    """Initialise the projection so that the context of a new head is the last of the states, normed."""
+    weight = network.fc.weight
+    weight.zero_()
+    weight[:, -len(weight) :] = torch.eye(len(weight))
 
 
 def _build_shape(config: TrainConfig, target: HFModel) -> DFlashShape:
