@@ -100,8 +100,7 @@ def test_a_whole_model_of_another_architecture(tmp_path, name):
 @pytest.mark.parametrize(
     ("config", "tensor", "name"),
     [
-        ({"dflash_config": {}}, "markov_head.markov_w1.weight", "DSpark"),
-        ({}, "markov_w1", "DSpark"),
+        ({"dspark_config": {}}, "markov_w1", "DSpark"),
         ({"architectures": ["LlamaForCausalLMEagle3"]}, "mask_hidden", "P-EAGLE"),
         ({}, "mtp_layers.0.fc.weight", "MTP"),
         ({}, "model.layers.61.eh_proj.weight", "MTP"),

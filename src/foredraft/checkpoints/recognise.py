@@ -11,11 +11,10 @@ from foredraft.errors import ForedraftError
 
 # Signs of drafters that are recognised but not supported: keys of config.json, parts of an architecture, tensor names.
 UNSUPPORTED_KEYS = {
-    "dspark_config": "DSpark", "markov_rank": "DSpark", "pard_token": "P-EAGLE or PARD", "ptd_token_id": "P-EAGLE",
+    "dspark_config": "DSpark", "pard_token": "P-EAGLE or PARD", "ptd_token_id": "P-EAGLE",
 }  # fmt: skip
-UNSUPPORTED_ARCHITECTURES = {"dspark": "DSpark", "peagle": "P-EAGLE"}
+UNSUPPORTED_ARCHITECTURES = {"peagle": "P-EAGLE"}
 UNSUPPORTED_TENSORS = {
-    r"markov_(w1|w2|head)\b": "DSpark",
     r"mask_hidden$": "P-EAGLE",
     r"(model\.)?mtp_layers\.": "MTP",
     r"(model\.layers\.\d+\.)?eh_proj\.": "MTP",

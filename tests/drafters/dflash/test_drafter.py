@@ -88,7 +88,8 @@ def test_logits_from_rows_on_pages_equal_the_formulas(tmp_path: Path, options: A
     with torch.inference_mode():
         drafter.rows.write_pending([0, 1])  # later states join rows that are written already
     observe(drafter, requests, states, (4, 5))
-    logits = drafter.compute_logits(requests, PAGE, 3)
+    with torch.inference_mode():
+        logits = drafter.network.compute_logits(drafter.compute_states(requests, PAGE, 3))
     weights = reference_networks.to_double(published_folders.read_tensors(folder))
     first = drafter.network.shape.first_row
     assert first == (0 if "sample_from_anchor" in options.get("nested", {}) else 1)

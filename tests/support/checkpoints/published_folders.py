@@ -323,6 +323,32 @@ def dflash(
     return save(folder, LLAMA | declared | config, tensors)
 
 
+def dspark(folder: Path, *, kind: str = "vanilla", rank: int = 6, **config: Any) -> Path:
+    """DSpark as DeepSpec publishes it: all settings beside each other, and copies of the target's matrices."""
+    dflash(folder, copies=True)
+    g = torch.Generator().manual_seed(17)
+    heads = {
+        "markov_head.markov_w1.weight": torch.randn(V, rank, generator=g),
+        "markov_head.markov_w2.weight": torch.randn(V, rank, generator=g),
+        "confidence_head.proj.weight": random_matrix(g, 1, H + rank),
+        "confidence_head.proj.bias": torch.randn(1, generator=g),
+    }
+    if kind == "gated":
+        heads |= {f"markov_head.gate_proj.{n}": t for n, t in _make_linear(g, rank, H + rank).items()}
+    if kind == "rnn":
+        heads |= {f"markov_head.joint_proj.{n}": t for n, t in _make_linear(g, 3 * rank, H + 2 * rank).items()}
+    edit_tensors(folder, more=heads)
+    nested = json.loads((folder / "config.json").read_text())["dflash_config"]
+    return edit_config(
+        folder, ("dflash_config",), architectures=["Qwen3DSparkModel"], num_anchors=512, markov_rank=rank,
+        markov_head_type=kind, enable_confidence_head=True, confidence_head_with_markov=True, **nested, **config,
+    )  # fmt: skip
+
+
+def _make_linear(g: torch.Generator, rows: int, columns: int) -> dict[str, Tensor]:
+    return {"weight": random_matrix(g, rows, columns), "bias": torch.randn(rows, generator=g)}
+
+
 def dflash_speculators(folder: Path, *, vocabulary: int = V, **options: Any) -> Path:
     """DFlash as `speculators` writes it: the boundaries of the states in config.json, and the layer's config inside."""
     dflash(folder, copies=True)

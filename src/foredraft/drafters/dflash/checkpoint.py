@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from foredraft.checkpoints.decoder_layers import (
@@ -22,6 +23,7 @@ from foredraft.checkpoints.schema import Checkpoint, TargetInfo
 from foredraft.checkpoints.speculators import is_type, merge_config
 from foredraft.checkpoints.tensor_claims import TensorClaims
 from foredraft.checkpoints.tensors import TensorFiles
+from foredraft.drafters.dflash.markov import MARKOV_HEADS, ConfidenceHead, make_markov_head
 from foredraft.drafters.dflash.shape import DFlashShape
 
 NAME = "dflash"
@@ -31,9 +33,12 @@ LAYER_OUTPUTS_KEY = "target_layer_ids"  # k = the output of layer k, which is bo
 BOUNDARIES_KEY = "aux_hidden_state_layer_ids"  # of speculators
 SPECULATORS_KEYS = (
     "block_size", "mask_token_id", BOUNDARIES_KEY, NESTED_KEY, "sample_from_anchor", "sliding_window_non_causal",
-    "projector_type",
+    "projector_type", "markov_rank", "markov_head_type",
 )  # fmt: skip
 VOCABULARY_MAPS = ("d2t", "t2d")
+MARKOV_PREFIX, CONFIDENCE_WEIGHT = "markov_head.", "confidence_head.proj.weight"  # of DSpark
+DSPARK = "dspark"
+DSPARK_ARCHITECTURE = "Qwen3DSparkModel"
 COPIES = ("embed_tokens.weight", "lm_head.weight")  # of the target's matrices, in folders of DeepSpec and speculators
 log = logging.getLogger(__name__)
 
@@ -68,18 +73,20 @@ def read_speculators(files: TensorFiles, config: dict[str, Any], target: TargetI
             f"it drafts from a vocabulary of its own ({size} of {target.vocab_size} tokens); train it with "
             f"draft_vocab_size {target.vocab_size}, without d2t and t2d"
         )
+    if is_type(config, DSPARK):
+        merged = {"sample_from_anchor": True} | merged
     return replace(read(files, merged, target, "speculators DFlash"), config=config)
 
 
 def is_dflash(names: Collection[str], config: Mapping[str, Any]) -> bool:
     """Check for the settings or the class of a DFlash head in config.json, and for a norm that EAGLE heads lack."""
-    is_named = any("dflash" in name.lower() for name in read_architectures(config))
+    is_named = any(kind in name.lower() for name in read_architectures(config) for kind in (NAME, DSPARK))
     return is_named or NESTED_KEY in config or "hidden_norm.weight" in names
 
 
 def is_speculators(names: Collection[str], config: Mapping[str, Any]) -> bool:
     """Check whether config.json declares a DFlash head in the `speculators` layout."""
-    return is_type(config, NAME)
+    return is_type(config, NAME) or is_type(config, DSPARK)
 
 
 def _infer_shape(
@@ -94,6 +101,9 @@ def _infer_shape(
     num_layers = count_layers(claims)
     block = infer_block_shape(claims, config, hidden)
     block = replace(block, sliding_windows=_read_windows(claims, config, settings, num_layers))
+    rank, kind = _read_markov(claims, settings)
+    confidence = claims.require_shape(CONFIDENCE_WEIGHT, 2)[1] if CONFIDENCE_WEIGHT in claims else 0
+    is_dspark = "markov_rank" in settings or any(DSPARK in name.lower() for name in read_architectures(config))
     return DFlashShape(
         block,
         target.vocab_size,
@@ -102,8 +112,24 @@ def _infer_shape(
         _read_integer(claims, settings, "block_size", 2),
         _read_mask_token(claims, settings, target),
         _read_causal_layers(config, settings, num_layers),
-        bool(settings.get("sample_from_anchor", False)),
+        bool(settings.get("sample_from_anchor", is_dspark)),
+        rank,
+        kind,
+        confidence > 0,
+        confidence > hidden,
     )
+
+
+def _read_markov(claims: TensorClaims, settings: Mapping[str, Any]) -> tuple[int, str]:
+    """Return rank and type of the Markov head; the rank is 0 without one."""
+    rank, kind = settings.get("markov_rank") or 0, settings.get("markov_head_type") or "vanilla"
+    stored = f"{MARKOV_PREFIX}markov_w1.weight"
+    found = claims.require_shape(stored, 2)[1] if stored in claims else 0
+    if rank not in (0, found):
+        raise claims.refuse(f"config.json sets markov_rank {rank}, and the Markov head has rank {found}")
+    if found and kind not in MARKOV_HEADS:
+        raise claims.refuse(f"markov_head_type {kind!r} in config.json has to be one of {', '.join(MARKOV_HEADS)}")
+    return found, kind
 
 
 def _read_integer(claims: TensorClaims, settings: Mapping[str, Any], key: str, minimum: int) -> int:
@@ -183,11 +209,22 @@ def list_tensor_shapes(shape: DFlashShape) -> dict[str, tuple[int, ...]]:
     }
     for layer in range(shape.num_layers):
         shapes |= list_layer_shapes(shape.block, layer, hidden, ("input_layernorm", "post_attention_layernorm"))
+    return shapes | _list_head_shapes(shape)
+
+
+def _list_head_shapes(shape: DFlashShape) -> dict[str, tuple[int, ...]]:
+    """List the tensors of the heads of DSpark."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    with torch.device("meta"):
+        markov, confidence = make_markov_head(shape), ConfidenceHead(shape) if shape.has_confidence else None
+    for prefix, head in ((MARKOV_PREFIX, markov), ("confidence_head.", confidence)):
+        if head is not None:
+            shapes |= {prefix + name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
     return shapes
 
 
 def make_layout(shape: DFlashShape, tensors: Mapping[str, Tensor]) -> CheckpointLayout:
-    """Use the authors' layout."""
+    """Use the authors' layout; that of DeepSpec for a head with the parts of DSpark."""
     nested: dict[str, Any] = {
         "mask_token_id": shape.mask_token_id,
         LAYER_OUTPUTS_KEY: [boundary - 1 for boundary in shape.hidden_layers],
@@ -204,6 +241,15 @@ def make_layout(shape: DFlashShape, tensors: Mapping[str, Tensor]) -> Checkpoint
         "block_size": shape.block_size,
         NESTED_KEY: nested,
     }
+    if shape.markov_rank or shape.has_confidence:
+        nested["sample_from_anchor"] = shape.has_anchor_output
+        config |= {
+            "architectures": [DSPARK_ARCHITECTURE],
+            "markov_rank": shape.markov_rank,
+            "markov_head_type": shape.markov_type,
+            "enable_confidence_head": shape.has_confidence,
+            "confidence_head_with_markov": shape.confidence_reads_token,
+        }
     if windows and None not in windows:
         nested |= {"use_swa": True, "swa_window_size": windows[0]}
     return CheckpointLayout(NAME, check_tensors(tensors, list_tensor_shapes(shape)), config)

@@ -1,17 +1,20 @@
 """DFlash (2602.06036): one pass fills a block of masks after the last committed token.
 
 Row j of the block gives the distribution of the j-th token after the root. The rows do not see sampled tokens, so all
-nodes of one depth have the same distribution, and a tree of any shape costs one pass.
+nodes of one depth have the same distribution, and a tree of any shape costs one pass. With a Markov head (DSpark) the
+distribution of a node also depends on the tokens of its path.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from foredraft.drafters.common.level_loop import GrowingDraft, grow_levels, start_builder
+from foredraft.drafters.common.level_loop import start_builder
 from foredraft.drafters.common.mismatch_warning import MismatchDetector
-from foredraft.drafters.common.tree_builder import NodeLogits, TreeSpec
+from foredraft.drafters.common.tree_builder import TreeSpec
+from foredraft.drafters.dflash.block_levels import BlockDraft, BlockLevels
 from foredraft.drafters.dflash.context_rows import ContextRows
 from foredraft.drafters.dflash.network import DFlashNetwork
 from foredraft.drafters.draft import to_token_tree
@@ -33,6 +36,10 @@ class DFlash:
     def __init__(self, network: DFlashNetwork, tree_spec: TreeSpec, context: DrafterContext) -> None:
         self.network = network
         self.tree_spec = tree_spec
+        self.min_confidence = 0.0
+        if network.confidence_head is not None and tree_spec.is_chain:  # its predictions replace the draft's own
+            self.min_confidence = tree_spec.min_confidence
+            self.tree_spec = replace(tree_spec, min_confidence=0.0)
         self.context = context
         self.rows = ContextRows(network, context.device)
         self.mismatch_detector = MismatchDetector(context)
@@ -61,36 +68,29 @@ class DFlash:
         self.rows.forget(slots)
 
     @torch.inference_mode()
-    def compute_logits(self, requests: Sequence[Request], page_size: int, depth: int) -> Tensor:
-        """Compute logits [n, depth, V] of the tokens after the last committed tokens of n requests."""
+    def compute_states(self, requests: Sequence[Request], page_size: int, depth: int) -> Tensor:
+        """Compute the states [n, depth, H] of the rows after the last committed tokens of n requests."""
         self.rows.write_pending([request.slot for request in requests])
         starts = torch.tensor([[request.num_tokens - 1] for request in requests], device=self.context.device)
         roots = torch.tensor(
             [[request.get_token(request.num_tokens - 1)] for request in requests], device=self.context.device
         )
-        states = self.network(roots, starts, self.rows.gather(requests, page_size))[:, 0]
+        states: Tensor = self.network(roots, starts, self.rows.gather(requests, page_size))[:, 0]
         first = self.network.shape.first_row
-        return self.network.compute_logits(states[:, first : first + depth])
+        return states[:, first : first + depth]
 
-    def _start_draft(self, batch: Batch, b: int) -> GrowingDraft | None:
+    def _start_draft(self, batch: Batch, b: int) -> BlockDraft | None:
         """Start the draft of request b. Returns None without room, or if context rows are missing."""
         request = batch.requests[b]
         num_rows = self.rows.count_rows(request.slot)
         if not num_rows or num_rows != request.num_tokens - 1:
             return None
         builder = start_builder(self.tree_spec, batch, b, self.tree_spec.max_depth)
-        return None if builder is None else GrowingDraft(builder)
+        return None if builder is None else BlockDraft(builder, min_confidence=self.min_confidence)
 
-    def _grow_drafts(self, drafts: list[GrowingDraft], page_size: int) -> None:
+    @torch.inference_mode()
+    def _grow_drafts(self, drafts: list[BlockDraft], page_size: int) -> None:
         """Grow all drafts from one pass over their blocks."""
         depth = max(draft.builder.tree_spec.max_depth for draft in drafts)
-        logits = self.compute_logits([draft.builder.request for draft in drafts], page_size, depth)
-        index = {id(draft): i for i, draft in enumerate(drafts)}
-
-        def select_level(growing: list[GrowingDraft]) -> NodeLogits:
-            nodes = [(draft, node) for draft in growing for node in draft.builder.frontier]
-            rows = [index[id(draft)] for draft, _ in nodes]
-            levels = [draft.builder.depths[node] for draft, node in nodes]
-            return NodeLogits(logits[rows, levels], self.context.vocab_size)
-
-        grow_levels(drafts, NodeLogits(logits[:, 0], self.context.vocab_size), select_level)
+        states = self.compute_states([draft.builder.request for draft in drafts], page_size, depth)
+        BlockLevels(self.network, states, drafts, self.context.vocab_size).grow()

@@ -13,6 +13,8 @@ def export_dflash(checkpoint: Checkpoint, target: ExportTarget) -> tuple[Checkpo
     shape = checkpoint.require_shape(DFlashShape, "DFlash head")
     if not shape.block.has_qk_norm or shape.block.has_out_bias:
         raise ForedraftError(f"{checkpoint.folder} has no layers of Qwen3, and engines load no other DFlash head")
+    if shape.markov_rank or shape.has_confidence:
+        raise ForedraftError(f"{checkpoint.folder} has the heads of DSpark, and only plain DFlash heads are exported")
     layout = make_layout(shape, checkpoint.tensors)
     config = layout.config | {"num_target_layers": target.info.num_layers}
     return CheckpointLayout(layout.method, layout.tensors, config), []

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from foredraft.checkpoints.schema import Checkpoint
+from foredraft.drafters.dflash.markov import ConfidenceHead, make_markov_head
 from foredraft.drafters.dflash.shape import DFlashShape
 from foredraft.models.draft_layer import DraftLayer, RMSNorm, RotaryEmbedding, apply_rotary
 from foredraft.models.hf import HFModel
@@ -41,6 +42,8 @@ class DFlashNetwork(nn.Module):
         self.hidden_norm = RMSNorm(block.hidden, block.eps)
         self.layers = nn.ModuleList(DraftLayer(block) for _ in range(shape.num_layers))
         self.norm = RMSNorm(block.hidden, block.eps)
+        self.markov_head = make_markov_head(shape)
+        self.confidence_head = ConfidenceHead(shape) if shape.has_confidence else None
         self.rotary = RotaryEmbedding(block)
         self.embedding = target.embedding  # [V, H]
 
@@ -87,7 +90,7 @@ class DFlashNetwork(nn.Module):
         return self.norm(x).view(*positions.shape, -1)  # type: ignore[no-any-return]
 
     def compute_logits(self, states: Tensor) -> Tensor:
-        """Compute logits [.., V] with the target's output matrix from states [.., H]."""
+        """Compute logits [.., V] with the target's output matrix from states [.., H], without the Markov head."""
         return self.target[0].compute_logits(states.to(self.embedding.dtype))
 
     def _make_bias(self, layer: int, positions: Tensor, context: BlockContext, dtype: torch.dtype) -> Tensor:

@@ -9,7 +9,8 @@ from foredraft.models.draft_layer import DraftLayerShape
 class DFlashShape:
     """Shape of a DFlash head. It has the width H of its target, whose embedding and output matrix it uses.
 
-    Tensors: `fc.weight` [H, len(hidden_layers) * H], `hidden_norm.weight`, `layers.{i}.*`, `norm.weight`.
+    Tensors: `fc.weight` [H, len(hidden_layers) * H], `hidden_norm.weight`, `layers.{i}.*`, `norm.weight`; with a Markov
+    head `markov_head.*`, with a confidence head `confidence_head.proj.*`.
     """
 
     block: DraftLayerShape
@@ -20,6 +21,10 @@ class DFlashShape:
     mask_token_id: int  # token whose embedding stands for a token to draft
     causal_layers: tuple[bool, ...] = ()  # by layer: whether a row sees no later row of its block; () = all see all
     has_anchor_output: bool = False  # row j predicts the token after its position, otherwise the token at its position
+    markov_rank: int = 0  # r of a Markov head (DSpark); 0 = none
+    markov_type: str = "vanilla"  # name in `markov.MARKOV_HEADS`
+    has_confidence: bool = False  # the head predicts the acceptance of its rows (DSpark)
+    confidence_reads_token: bool = False  # it reads the Markov head's embedding of the token before, too
 
     @property
     def first_row(self) -> int:

@@ -1,22 +1,29 @@
-"""Training of a DFlash head (2602.06036): blocks of masks at random positions of the target's sequences."""
+"""Training of a DFlash head (2602.06036): blocks of masks at random positions of the target's sequences.
+
+The loss `dspark` is that of DSpark's authors for their heads: 0.1 cross entropy + 0.9 L1 distance of the distributions.
+A confidence head learns the probability of acceptance, 1 - TV(p, q), by binary cross entropy beside it.
+"""
 
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from foredraft.checkpoints.layouts import CheckpointLayout
 from foredraft.checkpoints.schema import Checkpoint
 from foredraft.drafters.common.target_access import derive_block_shape
 from foredraft.drafters.dflash.checkpoint import choose_default_layers, make_layout
+from foredraft.drafters.dflash.markov import MARKOV_HEADS
 from foredraft.drafters.dflash.network import BlockContext, DFlashNetwork, load_network
 from foredraft.drafters.dflash.shape import DFlashShape
-from foredraft.drafters.losses import Losses, Trace, check_loss, compute_draft_loss
+from foredraft.drafters.losses import LOSS_NAMES, Losses, TargetLogProbs, Trace, compute_draft_loss, tv
 from foredraft.drafters.trainee import TraineeSpec
 from foredraft.errors import ForedraftError
 from foredraft.models.hf import HFModel
 
 NUM_DEFAULT_LAYERS = 5  # hidden layers to read by default
+DSPARK_LOSS, CE_SHARE = "dspark", 0.1
 MIN_POSITIONS = 2048  # lower bound of a new head's maximum sequence length, in tokens
 
 
@@ -25,8 +32,12 @@ class TrainConfig:
     """Training settings.
 
     Args:
-        loss: loss of the logits against the target's distribution, one of `losses.LOSS_NAMES`.
+        loss: loss of the logits against the target's distribution, one of `losses.LOSS_NAMES`, or dspark.
         block_size: rows of a block: the last committed token and the masks, of which each drafts a token.
+        predicts_from_root: every row drafts the token after its position, the row of the last committed token too.
+        markov_rank: rank of a Markov head, by which a row also depends on the draft token before; 0 = none.
+        markov_type: vanilla, gated (by the state of the row) or rnn (reads all draft tokens before).
+        has_confidence: learn to predict the acceptance of the rows too, for `min_confidence` of chains.
         anchors: blocks per sequence and step, at random positions.
         gamma: the loss of the j-th drafted token, from 0, has the weight exp(-j / gamma).
         taps: layer boundaries of the target to read, ascending; None = up to five, evenly spread.
@@ -42,6 +53,10 @@ class TrainConfig:
     taps: tuple[int, ...] | None = None
     num_layers: int = 2
     mask_token_id: int | None = None
+    predicts_from_root: bool = False
+    markov_rank: int = 0
+    markov_type: str = "vanilla"
+    has_confidence: bool = False
 
     @staticmethod
     def read_shape(network: DFlashNetwork) -> dict[str, object]:
@@ -52,6 +67,10 @@ class TrainConfig:
             "taps": shape.hidden_layers,
             "num_layers": shape.num_layers,
             "mask_token_id": shape.mask_token_id,
+            "predicts_from_root": shape.has_anchor_output,
+            "markov_rank": shape.markov_rank,
+            "markov_type": shape.markov_type,
+            "has_confidence": shape.has_confidence,
         }
 
 
@@ -77,19 +96,34 @@ class DFlashTrainee:
         depths = torch.arange(1, shape.max_depth + 1, device=roots.device)
         rows = (roots[..., None] + depths).clamp_max(length)  # [B, A, D] index of each drafted token
         is_learnt = _select_drafted(trace.mask, roots, rows, length)
-        sequence, anchor, depth = is_learnt.nonzero(as_tuple=True)
+        before = trace.tokens[:, None].expand(-1, rows.shape[1], -1).gather(2, rows - 1)  # [B, A, D]
+        sequence, _, depth = is_learnt.nonzero(as_tuple=True)
         token = rows[is_learnt]
-        losses = compute_draft_loss(
-            self.config.loss,
-            self.network.compute_logits(states[sequence, anchor, depth]),
-            trace.target_log_probs.select((sequence, token - 1)),
-            trace.tokens[sequence, token],
-        )
+        logits = self._compute_logits(states, before, is_learnt)
+        probs = trace.target_log_probs.select((sequence, token - 1))
+        losses = _compute_losses(self.config.loss, logits, probs, trace.tokens[sequence, token])
+        if self.network.confidence_head is not None:
+            odds = self.network.confidence_head(states[is_learnt], self.network.markov_head, before[is_learnt])
+            accepted = 1 - tv(*probs.align_outcomes(logits.detach()))
+            losses = losses + F.binary_cross_entropy_with_logits(odds.float(), accepted, reduction="none")
         return _average(losses, depth, self.config.gamma, shape.max_depth)
+
+    def _compute_logits(self, states: Tensor, before: Tensor, is_learnt: Tensor) -> Tensor:
+        """Compute the logits [R, V] of the rows to learn, from the states and the true tokens before all rows."""
+        logits, markov = self.network.compute_logits(states[is_learnt]), self.network.markov_head
+        return logits if markov is None else logits + markov(markov.unroll(before, states)[is_learnt])
 
     def to_checkpoint(self) -> CheckpointLayout:
         """Return the authors' layout."""
         return make_layout(self.network.shape, self.network.state_dict())
+
+
+def _compute_losses(name: str, logits: Tensor, target_log_probs: TargetLogProbs, tokens: Tensor) -> Tensor:
+    """Compute the losses [R] of a loss by name. Arguments as in `compute_draft_loss`."""
+    if name != DSPARK_LOSS:
+        return compute_draft_loss(name, logits, target_log_probs, tokens)
+    distance = 2 * compute_draft_loss("tv", logits, target_log_probs, tokens)
+    return CE_SHARE * compute_draft_loss("ce", logits, target_log_probs, tokens) + (1 - CE_SHARE) * distance
 
 
 def choose_roots(mask: Tensor, count: int) -> Tensor:
@@ -123,23 +157,32 @@ def _average(losses: Tensor, depth: Tensor, gamma: float, max_depth: int) -> Los
 
 def create_trainee(config: TrainConfig, target: HFModel, start: Checkpoint | None = None) -> DFlashTrainee:
     """Make a head to train. See `Training`."""
-    check_loss(config.loss)
+    _check_heads(config)
     if config.block_size < 2 or config.anchors < 1 or config.num_layers < 1 or config.gamma <= 0:
         raise ForedraftError("block_size must be at least 2; anchors, num_layers and gamma must be positive")
     if start is None:
         network = DFlashNetwork(_build_shape(config, target), target)
-        _read_last_state(network)
+        _init(network)
     else:
         network = load_network(start, target)
     return DFlashTrainee(config, network.float().to(target.device))
 
 
+def _check_heads(config: TrainConfig) -> None:
+    if config.loss not in (*LOSS_NAMES, DSPARK_LOSS):
+        raise ForedraftError(f"unknown loss {config.loss!r}; use one of {', '.join((*LOSS_NAMES, DSPARK_LOSS))}")
+    if config.markov_rank < 0 or config.markov_type not in MARKOV_HEADS:
+        raise ForedraftError(f"markov_rank must not be negative, and markov_type one of {', '.join(MARKOV_HEADS)}")
+
+
 @torch.no_grad()
-def _read_last_state(network: DFlashNetwork) -> None:
-    """Initialise the projection so that the context of a new head is the last of the states, normed."""
+def _init(network: DFlashNetwork) -> None:
+    """Initialise a new head: its context is the last of the states, normed, and its Markov head adds nothing."""
     weight = network.fc.weight
     weight.zero_()
     weight[:, -len(weight) :] = torch.eye(len(weight))
+    if network.markov_head is not None:
+        network.markov_head.markov_w2.weight.zero_()
 
 
 def _build_shape(config: TrainConfig, target: HFModel) -> DFlashShape:
@@ -154,7 +197,19 @@ def _build_shape(config: TrainConfig, target: HFModel) -> DFlashShape:
         )
     block = derive_block_shape(target)
     block = replace(block, max_positions=max(MIN_POSITIONS, block.max_positions), has_qk_norm=True)
-    return DFlashShape(block, target.vocab_size, layers, config.num_layers, config.block_size, mask)
+    return DFlashShape(
+        block,
+        target.vocab_size,
+        layers,
+        config.num_layers,
+        config.block_size,
+        mask,
+        has_anchor_output=config.predicts_from_root,
+        markov_rank=config.markov_rank,
+        markov_type=config.markov_type if config.markov_rank else "vanilla",
+        has_confidence=config.has_confidence,
+        confidence_reads_token=config.has_confidence and config.markov_rank > 0,
+    )
 
 
 def _spread_layers(num_layers: int) -> tuple[int, ...]:
