@@ -367,6 +367,13 @@ def dflash_speculators(folder: Path, *, vocabulary: int = V, **options: Any) -> 
     return folder
 
 
+def peagle(folder: Path, mask: int = 39, *, key: str = "ptd_token_id", **options: Any) -> Path:
+    """P-EAGLE as its authors publish it: an EAGLE-3 head with a learnt state for masks."""
+    eagle3(folder, **options)
+    g = torch.Generator().manual_seed(18)
+    return edit_config(edit_tensors(folder, more={"mask_hidden": torch.randn(1, 1, 3 * H, generator=g)}), **{key: mask})
+
+
 def d2t(step: int = 1) -> Tensor:
     """[VD] offsets of ascending ids that skip some."""
     ids = torch.arange(V)[torch.randperm(V, generator=torch.Generator().manual_seed(step))[:VD].sort().values]

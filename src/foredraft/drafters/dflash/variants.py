@@ -8,5 +8,5 @@ RATE = 2e-2
 VARIANTS = (
     Variant(training=TRAINING, learning_rate=RATE),
     Variant("tree", lambda k: {"tree_nodes": 3 * k, "top_k": 3}, TRAINING, is_chain=False, learning_rate=RATE),
-    Variant("dspark", lambda k: {"min_confidence": 0.02}, DSPARK, learning_rate=RATE, has_own_parts=True),
+    Variant("dspark", lambda k: {"min_confidence": 0.02}, DSPARK, learning_rate=RATE),
 )
