@@ -93,7 +93,7 @@ def test_the_loss_is_that_of_the_authors() -> None:
     """One block in a sequence: 0.1 cross entropy + 0.9 L1 + the cross entropy of the predicted acceptance."""
     torch.manual_seed(1)
     config = TrainConfig(
-        loss="dspark", block_size=2, anchors=1, taps=(2, 5), num_layers=1, predicts_from_root=True, markov_rank=3,
+        l1_share=0.9, block_size=2, anchors=1, taps=(2, 5), num_layers=1, predicts_from_root=True, markov_rank=3,
         markov_type="gated", has_confidence=True, gamma=2.0,
     )  # fmt: skip
     trainee = create_trainee(config, target())
@@ -121,6 +121,6 @@ def test_the_loss_is_that_of_the_authors() -> None:
 
 
 def test_settings_that_are_no_head_are_refused() -> None:
-    for wrong in (replace(TrainConfig(), loss="l1"), replace(TrainConfig(), markov_type="lstm")):
-        with pytest.raises(ForedraftError, match="one of"):
-            create_trainee(wrong, target())
+    for wrong, message in (({"l1_share": 2.0}, "in 0..1, got 2.0"), ({"markov_type": "lstm"}, "one of vanilla")):
+        with pytest.raises(ForedraftError, match=message):
+            create_trainee(replace(TrainConfig(), **wrong), target())  # type: ignore[arg-type]

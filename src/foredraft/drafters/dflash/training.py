@@ -1,6 +1,6 @@
 """Training of a DFlash head (2602.06036): blocks of masks at random positions of the target's sequences.
 
-The loss `dspark` is that of DSpark's authors for their heads: 0.1 cross entropy + 0.9 L1 distance of the distributions.
+DSpark's authors train with 0.1 cross entropy + 0.9 L1 distance of the distributions: `loss=ce`, `l1_share=0.9`.
 A confidence head learns the probability of acceptance, 1 - TV(p, q), by binary cross entropy beside it.
 """
 
@@ -17,13 +17,12 @@ from foredraft.drafters.dflash.checkpoint import choose_default_layers, make_lay
 from foredraft.drafters.dflash.markov import MARKOV_HEADS
 from foredraft.drafters.dflash.network import BlockContext, DFlashNetwork, load_network
 from foredraft.drafters.dflash.shape import DFlashShape
-from foredraft.drafters.losses import LOSS_NAMES, Losses, TargetLogProbs, Trace, compute_draft_loss, tv
+from foredraft.drafters.losses import Losses, Trace, check_loss, compute_draft_loss, tv
 from foredraft.drafters.trainee import TraineeSpec
 from foredraft.errors import ForedraftError
 from foredraft.models.hf import HFModel
 
 NUM_DEFAULT_LAYERS = 5  # hidden layers to read by default
-DSPARK_LOSS, CE_SHARE = "dspark", 0.1
 MIN_POSITIONS = 2048  # lower bound of a new head's maximum sequence length, in tokens
 
 
@@ -32,7 +31,8 @@ class TrainConfig:
     """Training settings.
 
     Args:
-        loss: loss of the logits against the target's distribution, one of `losses.LOSS_NAMES`, or dspark.
+        loss: loss of the logits against the target's distribution, one of `losses.LOSS_NAMES`.
+        l1_share: share of the L1 distance of the distributions in the loss, in [0, 1]; the rest is `loss`.
         block_size: rows of a block: the last committed token and the masks, of which each drafts a token.
         predicts_from_root: every row drafts the token after its position, the row of the last committed token too.
         markov_rank: rank of a Markov head, by which a row also depends on the draft token before; 0 = none.
@@ -47,6 +47,7 @@ class TrainConfig:
     """
 
     loss: str = "ce"
+    l1_share: float = 0.0
     block_size: int = 8
     anchors: int = 64
     gamma: float = 4.0
@@ -101,7 +102,10 @@ class DFlashTrainee:
         token = rows[is_learnt]
         logits = self._compute_logits(states, before, is_learnt)
         probs = trace.target_log_probs.select((sequence, token - 1))
-        losses = _compute_losses(self.config.loss, logits, probs, trace.tokens[sequence, token])
+        share, tokens = self.config.l1_share, trace.tokens[sequence, token]
+        losses = (1 - share) * compute_draft_loss(self.config.loss, logits, probs, tokens)
+        if share:
+            losses = losses + share * 2 * compute_draft_loss("tv", logits, probs, tokens)
         if self.network.confidence_head is not None:
             odds = self.network.confidence_head(states[is_learnt], self.network.markov_head, before[is_learnt])
             accepted = 1 - tv(*probs.align_outcomes(logits.detach()))
@@ -116,14 +120,6 @@ class DFlashTrainee:
     def to_checkpoint(self) -> CheckpointLayout:
         """Return the authors' layout."""
         return make_layout(self.network.shape, self.network.state_dict())
-
-
-def _compute_losses(name: str, logits: Tensor, target_log_probs: TargetLogProbs, tokens: Tensor) -> Tensor:
-    """Compute the losses [R] of a loss by name. Arguments as in `compute_draft_loss`."""
-    if name != DSPARK_LOSS:
-        return compute_draft_loss(name, logits, target_log_probs, tokens)
-    distance = 2 * compute_draft_loss("tv", logits, target_log_probs, tokens)
-    return CE_SHARE * compute_draft_loss("ce", logits, target_log_probs, tokens) + (1 - CE_SHARE) * distance
 
 
 def choose_roots(mask: Tensor, count: int) -> Tensor:
@@ -169,8 +165,9 @@ def create_trainee(config: TrainConfig, target: HFModel, start: Checkpoint | Non
 
 
 def _check_heads(config: TrainConfig) -> None:
-    if config.loss not in (*LOSS_NAMES, DSPARK_LOSS):
-        raise ForedraftError(f"unknown loss {config.loss!r}; use one of {', '.join((*LOSS_NAMES, DSPARK_LOSS))}")
+    check_loss(config.loss)
+    if not 0 <= config.l1_share <= 1:
+        raise ForedraftError(f"l1_share must lie in 0..1, got {config.l1_share}")
     if config.markov_rank < 0 or config.markov_type not in MARKOV_HEADS:
         raise ForedraftError(f"markov_rank must not be negative, and markov_type one of {', '.join(MARKOV_HEADS)}")
 
