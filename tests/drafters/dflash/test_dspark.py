@@ -75,6 +75,16 @@ def test_heads_are_written_as_they_were_read(tmp_path: Path, kind: str) -> None:
     assert all(torch.equal(again.tensors[name], tensor) for name, tensor in checkpoint.tensors.items())
 
 
+def test_folders_of_speculators_hold_the_same_head(tmp_path: Path) -> None:
+    """Fault that it guards: the first row of a DSpark block taken for a row that drafts nothing."""
+    plain = read(str(published_folders.dspark(tmp_path / "a")), TARGET)
+    options = {"speculators_model_type": "dspark", "architectures": ["DSparkSpeculator"], "markov_rank": 6}
+    folder = published_folders.dflash_speculators(tmp_path / "b", **options)
+    more = {name: tensor for name, tensor in plain.tensors.items() if "_head." in name}
+    found = read(str(published_folders.edit_tensors(folder, more=more)), TARGET)
+    assert (found.format, found.shape) == ("speculators DSpark", plain.shape)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -73,9 +73,10 @@ def read_speculators(files: TensorFiles, config: dict[str, Any], target: TargetI
             f"it drafts from a vocabulary of its own ({size} of {target.vocab_size} tokens); train it with "
             f"draft_vocab_size {target.vocab_size}, without d2t and t2d"
         )
+    name = "speculators DFlash"
     if is_type(config, DSPARK):
-        merged = {"sample_from_anchor": True} | merged
-    return replace(read(files, merged, target, "speculators DFlash"), config=config)
+        merged, name = {"sample_from_anchor": True} | merged, "speculators DSpark"
+    return replace(read(files, merged, target, name), config=config)
 
 
 def is_dflash(names: Collection[str], config: Mapping[str, Any]) -> bool:
