@@ -397,6 +397,26 @@ def eagle3() -> Figure:
     return f
 
 
+def dflash() -> Figure:
+    f = Figure("DFlash: states of the target become keys and values, one pass fills a block of masks", 230)
+    states = f.row(16, 24, ["h1", "h2", "h3"], "state", 46, 34)
+    context = f.box(16, 108, "keys and values\nof every layer", "part", 138, 44)
+    for state in states:
+        f.arrow(state.bottom, (state.bottom[0], 108))
+    f.note(16, 176, "written once per token")
+    block = f.row(290, 24, ["x", "mask", "mask", "mask"], "token", 56, 34)
+    layers = f.box(270, 102, "decoder layers: every row of the\nblock sees all others", "part", 276, 56)
+    for box in block:
+        f.arrow(box.bottom, (box.bottom[0], 102))
+    f.arrow(context.right, layers.left)
+    head = f.box(590, 102, "target's\noutput matrix", "target", 110, 56)
+    f.arrow(layers.right, head.left)
+    drafts = f.row(570, 24, ["d1", "d2", "d3"], "draft", 50, 34)
+    f.arrow(head.top, drafts[1].bottom)
+    f.note(270, 186, "row j gives the distribution of draft token j")
+    return f
+
+
 def mtp() -> Figure:
     f = Figure("MTP: one more layer of the target reads a token and the normed hidden state before it", 236)
     f.note(16, 30, "token t + 1")
@@ -441,7 +461,7 @@ FIGURES: dict[str, Callable[[], Figure]] = {
     draw.__name__: draw
     for draw in (
         ngram, suffix, lookahead, token_recycling, aggressive, ngram_lm, draft_model, early_exit, medusa, blockwise,
-        mlp_speculator, hydra, chimera, eagle, eagle3, mtp, ensemble,
+        mlp_speculator, hydra, chimera, eagle, eagle3, dflash, mtp, ensemble,
     )
 }  # fmt: skip
 

@@ -100,13 +100,11 @@ def test_a_whole_model_of_another_architecture(tmp_path, name):
 @pytest.mark.parametrize(
     ("config", "tensor", "name"),
     [
-        ({"dflash_config": {}}, "hidden_norm.weight", "DFlash"),
-        ({"architectures": ["DFlashDraftModel"]}, "fc.weight", "DFlash"),
-        ({}, "markov_w1", "DSpark"),
-        ({"architectures": ["LlamaForCausalLMEagle3"]}, "mask_hidden", "P-EAGLE"),
+        ({"dspark_config": {}}, "markov_w1", "DSpark"),
+        ({"pard_token": 3}, "unheard.of.weight", "PARD"),
         ({}, "mtp_layers.0.fc.weight", "MTP"),
         ({}, "model.layers.61.eh_proj.weight", "MTP"),
-        ({"speculators_model_type": "peagle"}, "fc.weight", "speculators' peagle"),
+        ({"speculators_model_type": "domino"}, "fc.weight", "speculators' domino"),
         ({"speculators_model_type": "eagle"}, "fusion_fc.weight", "speculators' eagle"),
         ({}, "fusion_fc.weight", "HASS"),
     ],

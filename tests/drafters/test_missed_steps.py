@@ -23,7 +23,7 @@ SAMPLED = Sampling(max_tokens=14, temperature=0.6, top_p=0.9, seed=11, ignore_eo
 ON_STATES = [
     name
     for name in METHOD_CASES
-    if name.split(",")[0] in ("eagle", "eagle3", "chimera", "medusa", "mlp_speculator", "blockwise", "hydra")
+    if name.split(",")[0] in ("eagle", "eagle3", "dflash", "chimera", "medusa", "mlp_speculator", "blockwise", "hydra")
 ]
 
 
@@ -46,6 +46,11 @@ class FailsAt:
 def drafting(name: str) -> tuple[LLM, Drafter]:
     made = METHOD_CASES[name].make(4)
     return tiny_models.plain().with_drafter(made, verify="match"), made
+
+
+def find_network(name: str, made: Any) -> Any:
+    """Return the object whose `forward` computes the draft."""
+    return made.network if name.startswith("dflash") else made.lm
 
 
 def ids(done: list[Completion]) -> list[list[int]]:
@@ -72,13 +77,15 @@ def test_one_failed_call_changes_no_text(name: str, verb: str, is_late: bool, mo
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in METHOD_CASES if name.split(",")[0] in ("eagle", "eagle3", "chimera", "draft_model")]
+    "name",
+    [name for name in METHOD_CASES if name.split(",")[0] in ("eagle", "eagle3", "dflash", "chimera", "draft_model")],
 )
 def test_a_pass_that_fails_while_a_draft_grows_changes_no_text(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Part of the draft's memory is written, and the step is verified without it."""
     for nth in (3, 4, 5):
         llm, made = drafting(name)
-        monkeypatch.setattr(made.lm, "forward", FailsAt(made.lm.forward, nth))  # type: ignore[attr-defined]
+        network = find_network(name, made)
+        monkeypatch.setattr(network, "forward", FailsAt(network.forward, nth))
         done = llm.generate(PROMPTS, GREEDY)
         assert ids(done) == plain(is_greedy=True)
         assert llm.engine.drafter.num_failures == 1
@@ -105,7 +112,7 @@ def test_a_text_whose_step_was_missed_is_drafted_for_no_more_or_from_true_states
     assert sizes[0] == 0, "drafted for a prompt of which no state is known"
     assert min(sizes[1:3]) > 0, "nothing was drafted before the failure"
     assert sizes[3] == 0, "drafted from what was stale"
-    has_memory = name.startswith(("eagle", "chimera", "hydra, prefix"))
+    has_memory = name.startswith(("eagle", "dflash", "chimera", "hydra, prefix"))
     assert (sum(sizes[4:]) == 0) == has_memory
 
 

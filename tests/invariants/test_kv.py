@@ -34,6 +34,8 @@ HEADS: dict[str, tuple[HeadCase, str, dict[str, Any]]] = {
     "eagle free tree, reject": (tiny_heads.EAGLE, "reject", FREE),
     "eagle drafts, spectr": (tiny_heads.EAGLE, "spectr", {"num_drafts": 3}),
     "eagle3 free tree, match": (tiny_heads.EAGLE3, "match", FREE),
+    "dflash, block": (tiny_heads.DFLASH, "block", {}),
+    "dflash free tree, match": (tiny_heads.DFLASH, "match", FREE),
 }
 
 

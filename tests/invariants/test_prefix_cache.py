@@ -29,7 +29,8 @@ SAMPLINGS = {
     "greedy": Sampling(max_tokens=14, temperature=0, ignore_eos=True),
     "sampled": Sampling(max_tokens=14, temperature=0.6, top_p=0.9, seed=11, ignore_eos=True, n=2),
 }
-METHODS_ON_PAGES = ("draft_model", "eagle", "eagle3", "chimera")
+METHODS_ON_PAGES = ("draft_model", "eagle", "eagle3", "dflash", "chimera")
+METHODS_EARLY_AFTER_HITS = ("dflash",)  # their draft reads pages alone, and no output that a step before has left
 ON_PAGES = [
     name
     for name in METHOD_CASES
@@ -52,6 +53,17 @@ def figures(done: list[Completion]) -> list[tuple[int, int, int, tuple[int, ...]
     return [(s.target_passes, s.num_drafted, s.num_accepted, s.accepted_at) for s in stats]
 
 
+def compare_figures(name: str, found: list[Completion], expected: list[Completion]) -> None:
+    """Assert equal figures. After a hit on all tokens but the last, some methods draft one step earlier."""
+    is_early = name.split(",")[0] in METHODS_EARLY_AFTER_HITS
+    for one, other in zip(found, expected, strict=True):
+        if is_early and len(one.prompt_token_ids) % LIMITS.page_size == 1:
+            assert one.stats.target_passes <= other.stats.target_passes
+            assert one.stats.num_drafted >= other.stats.num_drafted
+        else:
+            assert figures([one]) == figures([other])
+
+
 @pytest.mark.parametrize("mode", SAMPLINGS)
 @pytest.mark.parametrize("name", EACH_CASE)
 def test_texts_after_hits_are_those_without(name: str, mode: str) -> None:
@@ -68,8 +80,8 @@ def test_texts_after_hits_are_those_without(name: str, mode: str) -> None:
     after, plain = llm.generate(longer, sampling), apart.generate(longer, sampling)
     assert ids(after) == ids(plain)
     if name in ON_PAGES:
-        assert figures(again) == figures(expected)
-        assert figures(after) == figures(plain)
+        compare_figures(name, again, expected)
+        compare_figures(name, after, plain)
         assert sum(s.stats.num_accepted for s in again) > 0
     assert llm.engine.drafter.num_failures == 0
     assert apart.engine.scheduler.allocator.num_cached == 0
@@ -95,6 +107,18 @@ def test_pages_without_draft_memory_are_found_and_drafted_for_all_the_same(name:
     assert sum(s.stats.num_drafted for s in after) > 0
 
 
+@pytest.mark.parametrize("name", METHODS_EARLY_AFTER_HITS)
+def test_the_first_step_drafts_if_a_hit_leaves_the_last_token_alone(name: str) -> None:
+    """Fault that it guards: rows of pages that are found and not counted, so that the first draft waits for a step."""
+    for limits, is_drafted in ((LIMITS, True), (APART, False)):
+        llm = make_llm(name, limits)
+        llm.generate([BASE], SAMPLINGS["greedy"])
+        [transcript] = llm.prepare([*BASE, 45], SAMPLINGS["greedy"])
+        llm.engine.add(transcript)
+        llm.engine.step()
+        assert (transcript.build_stats().num_drafted > 0) is is_drafted
+
+
 @pytest.mark.parametrize("name", ON_PAGES)
 def test_a_text_that_joins_one_that_runs_finds_what_it_has_put_off(name: str) -> None:
     llm, apart, sampling = make_llm(name, LIMITS), make_llm(name, APART), SAMPLINGS["greedy"]
@@ -106,7 +130,7 @@ def test_a_text_that_joins_one_that_runs_finds_what_it_has_put_off(name: str) ->
     llm.engine.add(joining)
     while llm.engine.has_work:
         llm.engine.step()
-    is_own = llm.drafter.draft_kv.token_lookahead == 0  # type: ignore[union-attr]
+    is_own = llm.drafter.spec.draft_kv.token_lookahead == 0  # type: ignore[union-attr]
     # the two differ from the end of the fifth page: a pair of states with the next token is valid for one of them only
     assert joining.request.num_cached_tokens == (20 if is_own else 16)
     assert joining.request.output == apart.generate(PROMPTS[1:2], sampling)[0].token_ids
@@ -142,13 +166,13 @@ def test_memory_is_counted_for_target_and_drafter_together(name: str) -> None:
     """The pools end with the last page."""
     target = tiny_models.plain().target.bytes_per_token()
     llm = make_llm(name, MemoryLimits(kv_memory=100_000, page_size=4))
-    own = llm.drafter.draft_kv.bytes_per_token  # type: ignore[union-attr]
+    own = llm.drafter.spec.draft_kv.bytes_per_token  # type: ignore[union-attr]
     assert own > 0
     num_pages = 100_000 // (target + own) // 4 + 1
     assert llm.engine.scheduler.allocator.num_pages == num_pages
     for _ in range(2):
         llm.generate([[*range(4, 60)]] * 2, replace(SAMPLINGS["greedy"], max_tokens=40))
-    for pool in (llm.target.pool, llm.drafter.draft_kv.pool):  # type: ignore[union-attr]
+    for pool in (llm.target.pool, llm.drafter.spec.draft_kv.pool):  # type: ignore[union-attr]
         sizes = [(len(k), k[0].nbytes + v[0].nbytes) for k, v in pool.layers.values()]
         assert all(slots <= num_pages * 4 for slots, _ in sizes)
         expected = target if pool is llm.target.pool else own

@@ -7,6 +7,7 @@ steps. Shared by `tests/invariants/test_kv.py` and `benchmarks/kv_equality.py`.
 
 import copy
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,6 +17,7 @@ from transformers import DynamicCache, LlamaForCausalLM
 from foredraft import Sampling
 from foredraft.drafters.common.feature_drafter import FeatureDrafter
 from foredraft.drafters.common.tree_builder import TreeOptions
+from foredraft.drafters.dflash.drafter import DFlash
 from foredraft.drafters.draft_model.drafter import DraftModel
 from foredraft.drafters.interface import Drafter
 from foredraft.engine.transcript import Transcript
@@ -158,15 +160,36 @@ class HeadKVSimulation(KVSimulation):
         return n
 
 
+class ContextKVSimulation(KVSimulation):
+    """A simulation for a head whose memory is one row per state of the target."""
+
+    @torch.inference_mode()
+    def compare_draft(self, request: Request) -> int:
+        made = self.drafter
+        assert isinstance(made, DFlash)
+        assert made.rows.count_rows(request.slot) == request.num_computed, "states were missed, or rejected ones kept"
+        if self.random.random() < 0.3:  # what was put off may wait, or be written now
+            made.rows.write_pending([request.slot])
+        n = made.rows.draft_kv.num_valid.get(request.slot, 0)
+        if n:
+            features = _compute_states(self.references[0], request.tokens[:n], made.spec.hidden_layers)
+            rows = made.network.compute_context(features, torch.arange(n)[None])
+            self._compare([(keys[0], values[0]) for keys, values in rows], made.rows.draft_kv.pool, request)
+        return n
+
+
+def _compute_states(target: LlamaForCausalLM, tokens: list[int], boundaries: Sequence[int]) -> Tensor:
+    """Compute the states [1, L, F] of a text at some boundaries."""
+    states = target(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+    return torch.cat([states[boundary] for boundary in boundaries], -1)
+
+
 @torch.inference_mode()
 def _recompute_head(
     made: FeatureDrafter, target: LlamaForCausalLM, tokens: list[int]
 ) -> tuple[list[tuple[Tensor, Tensor]], Tensor, Tensor]:
     """Compute a head's memory, logits and next features over the pairs of a text: token t + 1 with the state at t."""
-    all_states = target(torch.tensor([tokens[:-1]]), output_hidden_states=True).hidden_states
-    features = made.lm.network.project_features(
-        torch.cat([all_states[boundary] for boundary in made.spec.hidden_layers], -1)
-    )
+    features = made.lm.network.project_features(_compute_states(target, tokens[:-1], made.spec.hidden_layers))
     kept: list[tuple[Tensor, Tensor]] = []
 
     def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -203,7 +226,10 @@ def simulate_draft_model(
 
 
 def simulate_head(head: HeadCase, steps: int, num_tokens: int, verify: str, seed: int, **options: object) -> KVTally:
-    return _run_simulation(HeadKVSimulation(head.make_drafter(num_tokens, **options), verify, seed), steps)
+    """Under a head. Its options are those of its drafter."""
+    drafter = head.make_drafter(num_tokens, **options)
+    simulation = HeadKVSimulation if isinstance(drafter, FeatureDrafter) else ContextKVSimulation
+    return _run_simulation(simulation(drafter, verify, seed), steps)
 
 
 def _run_simulation(life: KVSimulation, steps: int) -> KVTally:

@@ -127,7 +127,7 @@ BY_FILE = {
     },
     "tests/invariants/test_kv.py": {
         "test_kv_equals_a_recomputation_after_every_step": Sample(1, 25),
-        "test_the_memory_of_heads_equals_a_recomputation_after_every_step": Sample(1, 19),
+        "test_the_memory_of_heads_equals_a_recomputation_after_every_step": Sample(1, 27),
     },
     "tests/invariants/test_lossless.py": {
         "test_a_mixed_batch_leaks_nothing_between_its_requests": Sample(2, 12),

@@ -10,6 +10,7 @@ from foredraft import LLM
 from foredraft.checkpoints.schema import Checkpoint
 from foredraft.drafters.blockwise import method as blockwise
 from foredraft.drafters.chimera import method as chimera
+from foredraft.drafters.dflash import method as dflash
 from foredraft.drafters.eagle import method as eagle
 from foredraft.drafters.eagle3 import method as eagle3
 from foredraft.drafters.ensemble.drafter import EnsembleDrafter
@@ -90,6 +91,7 @@ MADE: dict[str, Make] = {
     "aggressive": make_factory("aggressive"),
     "blockwise": make_head_factory(blockwise, {"heads": 3, "inner": 8}),
     "chimera": make_head_factory(chimera, {"taps": (1, -1), "heads": 2}),
+    "dflash": make_head_factory(dflash, {"taps": (1,), "num_layers": 1, "block_size": 5}),
     "draft_model": make_pair_factory(),
     "draft_model, tree": make_pair_factory(branching=(2, 2, 1, 1)),
     "draft_model, free tree": make_pair_factory(tree_nodes=7, top_k=3),

@@ -112,6 +112,7 @@ class HeadCase:
 
 EAGLE = HeadCase.from_options("eagle", 1e-2, noise=0.0, steps=2)
 EAGLE3 = HeadCase.from_options("eagle3", 1e-2, taps=(1,), steps=2)
+DFLASH = HeadCase.from_options("dflash", 2e-2, taps=(1,), block_size=5, num_layers=1)
 EAGLE3_FEW = HeadCase.from_options("eagle3", 1e-2, taps=(1,), steps=2, draft_vocab_size=60)
 MEDUSA = HeadCase.from_options("medusa", 2e-2, heads=4, layers=2)
 SPECULATOR = HeadCase.from_options("mlp_speculator", 2e-2, n_predict=4, inner=48, tied=False)

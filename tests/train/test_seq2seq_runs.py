@@ -20,6 +20,7 @@ from tests.support.train_fakes import plan, weights
 SETTINGS = {
     "blockwise": {"heads": "3", "inner": "8"},
     "chimera": {"taps": "[1,-1]", "heads": "2"},
+    "dflash": {"taps": "[1]", "num_layers": "1", "block_size": "5"},
     "draft_model": {"hidden": "16", "layers": "1"},
     "eagle": {"steps": "2"},
     "eagle3": {"taps": "[1]", "steps": "2"},

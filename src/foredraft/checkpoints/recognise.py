@@ -9,16 +9,11 @@ from foredraft.checkpoints.speculators import MODEL_TYPE_KEY
 from foredraft.checkpoints.tensors import TensorFiles
 from foredraft.errors import ForedraftError
 
-# Signs of drafters that are recognised but not supported: keys of config.json, parts of an architecture, tensor names.
+# Signs of drafters that are recognised but not supported: keys of config.json, tensor names.
 UNSUPPORTED_KEYS = {
-    "dflash_config": "DFlash", "dspark_config": "DSpark",
-    "markov_rank": "DSpark", "pard_token": "P-EAGLE or PARD", "ptd_token_id": "P-EAGLE",
+    "dspark_config": "DSpark", "pard_token": "PARD",
 }  # fmt: skip
-UNSUPPORTED_ARCHITECTURES = {"dflash": "DFlash", "dspark": "DSpark", "peagle": "P-EAGLE"}
 UNSUPPORTED_TENSORS = {
-    r"markov_(w1|w2|head)\b": "DSpark",
-    r"mask_hidden$": "P-EAGLE",
-    r"hidden_norm\.weight$": "DFlash",
     r"(model\.)?mtp_layers\.": "MTP",
     r"(model\.layers\.\d+\.)?eh_proj\.": "MTP",
     r"(fusion_fc|embedding_layernorm|pre_lm_head_layernorm|transformer\.self_attn)\b": "retired EAGLE/HASS",
@@ -85,10 +80,6 @@ def _recognise_unsupported(names: list[str], config: Mapping[str, Any]) -> str |
     if not is_whole_model(names) or not has_layers:
         for pattern, method in UNSUPPORTED_TENSORS.items():
             if any(re.match(pattern, name) for name in names):
-                return method
-    for architecture in read_architectures(config):
-        for part, method in UNSUPPORTED_ARCHITECTURES.items():
-            if part in architecture.lower():
                 return method
     return next((method for key, method in UNSUPPORTED_KEYS.items() if key in config), None)
 

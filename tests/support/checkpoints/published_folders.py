@@ -302,6 +302,78 @@ def eagle(
     return save(folder, LLAMA | {"num_hidden_layers": layers, "bias": fc_bias} | config, tensors, file)
 
 
+def dflash(
+    folder: Path, *, ids: tuple[int, ...] = (1, 4, 9), layers: int = 2, size: int = 4, mask: int = 39,
+    copies: bool = False, nested: Mapping[str, Any] | None = None, **config: Any,
+) -> Path:  # fmt: skip
+    """DFlash as z-lab publishes it; with copies of the target's matrices as DeepSpec does."""
+    g = torch.Generator().manual_seed(16)
+    tensors = {"fc.weight": random_matrix(g, H, len(ids) * H)}
+    tensors |= {name: random_near_one(g, H) for name in ("hidden_norm.weight", "norm.weight")}
+    for i in range(layers):
+        made = make_layer(g, H, ("input_layernorm", "post_attention_layernorm"), qk_norm=True)
+        tensors |= {f"layers.{i}.{name}": value for name, value in made.items()}
+    if copies:
+        tensors |= {name: random_matrix(g, V, H) for name in ("embed_tokens.weight", "lm_head.weight")}
+    settings = {"mask_token_id": mask, "target_layer_ids": list(ids)} | dict(nested or {})
+    declared = {
+        "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "num_hidden_layers": layers, "block_size": size,
+        "num_target_layers": LAYERS, "head_dim": HEAD_DIM, "dflash_config": settings,
+    }  # fmt: skip
+    return save(folder, LLAMA | declared | config, tensors)
+
+
+def dspark(folder: Path, *, kind: str = "vanilla", rank: int = 6, **config: Any) -> Path:
+    """DSpark as DeepSpec publishes it: all settings beside each other, and copies of the target's matrices."""
+    dflash(folder, copies=True)
+    g = torch.Generator().manual_seed(17)
+    heads = {
+        "markov_head.markov_w1.weight": torch.randn(V, rank, generator=g),
+        "markov_head.markov_w2.weight": torch.randn(V, rank, generator=g),
+        "confidence_head.proj.weight": random_matrix(g, 1, H + rank),
+        "confidence_head.proj.bias": torch.randn(1, generator=g),
+    }
+    if kind == "gated":
+        heads |= {f"markov_head.gate_proj.{n}": t for n, t in _make_linear(g, rank, H + rank).items()}
+    if kind == "rnn":
+        heads |= {f"markov_head.joint_proj.{n}": t for n, t in _make_linear(g, 3 * rank, H + 2 * rank).items()}
+    edit_tensors(folder, more=heads)
+    nested = json.loads((folder / "config.json").read_text())["dflash_config"]
+    return edit_config(
+        folder, ("dflash_config",), architectures=["Qwen3DSparkModel"], num_anchors=512, markov_rank=rank,
+        markov_head_type=kind, enable_confidence_head=True, confidence_head_with_markov=True, **nested, **config,
+    )  # fmt: skip
+
+
+def _make_linear(g: torch.Generator, rows: int, columns: int) -> dict[str, Tensor]:
+    return {"weight": random_matrix(g, rows, columns), "bias": torch.randn(rows, generator=g)}
+
+
+def dflash_speculators(folder: Path, *, vocabulary: int = V, **options: Any) -> Path:
+    """DFlash as `speculators` writes it: the boundaries of the states in config.json, and the layer's config inside."""
+    dflash(folder, copies=True)
+    inner = json.loads((folder / "config.json").read_text())
+    head = ("block_size", "num_target_layers", "dflash_config")
+    nested = inner["dflash_config"]
+    config = {
+        "architectures": ["DFlashSpeculator"], "speculators_model_type": "dflash", "speculators_version": "0.9.0",
+        "speculators_config": {"algorithm": "dflash", "verifier": {"name_or_path": "the-target"}},
+        "draft_vocab_size": vocabulary, "target_hidden_size": None, "block_size": inner["block_size"],
+        "aux_hidden_state_layer_ids": [i + 1 for i in nested["target_layer_ids"]],
+        "mask_token_id": nested["mask_token_id"], "sliding_window_non_causal": False, "projector_type": "dflash",
+        "transformer_layer_config": {name: value for name, value in inner.items() if name not in head},
+    } | options  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def peagle(folder: Path, mask: int = 39, *, key: str = "ptd_token_id", **options: Any) -> Path:
+    """P-EAGLE as its authors publish it: an EAGLE-3 head with a learnt state for masks."""
+    eagle3(folder, **options)
+    g = torch.Generator().manual_seed(18)
+    return edit_config(edit_tensors(folder, more={"mask_hidden": torch.randn(1, 1, 3 * H, generator=g)}), **{key: mask})
+
+
 def d2t(step: int = 1) -> Tensor:
     """[VD] offsets of ascending ids that skip some."""
     ids = torch.arange(V)[torch.randperm(V, generator=torch.Generator().manual_seed(step))[:VD].sort().values]

@@ -156,6 +156,74 @@ def eagle(
         features = torch.cat([features, out[-1:]])
 
 
+@dataclass(frozen=True)
+class DFlashFlags:
+    """Numbers of a DFlash config, apart from its layer."""
+
+    layers: int = 2
+    size: int = 4
+    mask: int = 39
+    causal: tuple[bool, ...] = (False, False)
+    windows: tuple[int | None, ...] = (None, None)
+
+
+def dflash(
+    w: Weights, root: int, states: Tensor, rows: Tensor, lm_head: Tensor, n: LayerNumbers, flags: DFlashFlags
+) -> Tensor:
+    """Logits [S, V] of a block of x_L and masks, from the target's states [L, F] of the L tokens before it."""
+    return dflash_states(w, root, states, rows, n, flags) @ lm_head.T
+
+
+def dflash_states(w: Weights, root: int, states: Tensor, rows: Tensor, n: LayerNumbers, flags: DFlashFlags) -> Tensor:
+    """States [S, H] of that block after the last norm."""
+    length, size = len(states), flags.size
+    c = rms(states @ w["fc.weight"].T, w["hidden_norm.weight"], n.eps)
+    x = rows[[root] + [flags.mask] * (size - 1)]
+    for i in range(flags.layers):
+        name, causal, window = f"layers.{i}.self_attn", flags.causal[i], flags.windows[i]
+        read = rms(x, w[f"layers.{i}.input_layernorm.weight"], n.eps)
+        every = torch.cat([c, read])
+        q = rms((every @ w[f"{name}.q_proj.weight"].T).view(len(every), n.heads, -1), w[f"{name}.q_norm.weight"], n.eps)
+        k = rms(
+            (every @ w[f"{name}.k_proj.weight"].T).view(len(every), n.kv_heads, -1), w[f"{name}.k_norm.weight"], n.eps
+        )
+        q, k, v = rotate(q, n), rotate(k, n), (every @ w[f"{name}.v_proj.weight"].T).view(len(every), n.kv_heads, -1)
+        mixed = torch.zeros(size, n.heads, n.head_dim, dtype=x.dtype)
+        for head in range(n.heads):
+            kv = head // (n.heads // n.kv_heads)
+            for row in range(size):
+                place = length + row
+                first, last = 0 if window is None else max(0, place + 1 - window), place + 1 if causal else len(every)
+                share = torch.exp(k[first:last, kv] @ q[place, head] / math.sqrt(n.head_dim))
+                mixed[row, head] = (share / share.sum()) @ v[first:last, kv]
+        x = x + mixed.flatten(1) @ w[f"{name}.o_proj.weight"].T
+        x = x + mlp(w, f"layers.{i}.mlp", rms(x, w[f"layers.{i}.post_attention_layernorm.weight"], n.eps))
+    return rms(x, w["norm.weight"], n.eps)
+
+
+def dspark_chain(w: Weights, kind: str, root: int, states: Tensor, lm_head: Tensor) -> tuple[list[int], list[float]]:
+    """Likeliest tokens of rows with states [D, H], each after the one before, and the predicted acceptance of each."""
+    token, tokens, chances = root, [], []
+    memory = torch.zeros(w["markov_head.markov_w1.weight"].shape[1], dtype=states.dtype)
+    for h in states:
+        e = w["markov_head.markov_w1.weight"][token]
+        u = e
+        if kind == "gated":
+            u = e * torch.sigmoid(
+                w["markov_head.gate_proj.weight"] @ torch.cat([h, e]) + w["markov_head.gate_proj.bias"]
+            )
+        elif kind == "rnn":
+            z = w["markov_head.joint_proj.weight"] @ torch.cat([memory, e, h]) + w["markov_head.joint_proj.bias"]
+            g, c, o = z.chunk(3)
+            memory = torch.sigmoid(g) * memory + (1 - torch.sigmoid(g)) * torch.tanh(c)
+            u = torch.tanh(o)
+        odds = w["confidence_head.proj.weight"] @ torch.cat([h, e]) + w["confidence_head.proj.bias"]
+        chances.append(float(torch.sigmoid(odds)))
+        token = int((lm_head @ h + w["markov_head.markov_w2.weight"] @ u).argmax())
+        tokens.append(token)
+    return tokens, chances
+
+
 def hydra_prefix(w: Weights, h: Tensor, n: LayerNumbers) -> Tensor:
     """[L, H] what Hydra++'s heads read at every position, from the target's states h [L, H]."""
     layer = "prefix_embeding_layer.layers.0"

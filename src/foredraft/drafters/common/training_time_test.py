@@ -82,14 +82,25 @@ class UnrolledAttention:
         return out.flatten(2, 3)
 
 
-def unroll(network: FeatureNetwork, trace: Trace, first: Tensor, steps: int) -> Iterator[UnrolledStep]:
-    """Run the network for `steps` steps on its own outputs.
+@dataclass(frozen=True)
+class MaskedPair:
+    """Token and feature that stand for a draft token of parallel drafts (P-EAGLE, 2602.01469)."""
+
+    token: int
+    feature: Tensor  # [1, H]
+
+
+def unroll(
+    network: FeatureNetwork, trace: Trace, first: Tensor, steps: int, mask: MaskedPair | None = None
+) -> Iterator[UnrolledStep]:
+    """Run the network for `steps` steps on its own outputs, or on masks.
 
     Args:
         network: draft network.
         trace: sequences and target outputs.
         first: target features [B, L, H] after `project_features`; the input of step 0.
         steps: maximum number of steps; short sequences end earlier.
+        mask: what later steps read in place of the next token and the network's output; None = these.
     """
     attention, features = UnrolledAttention(), first
     tokens, device = trace.tokens, trace.tokens.device
@@ -100,6 +111,8 @@ def unroll(network: FeatureNetwork, trace: Trace, first: Tensor, steps: int) -> 
         attention.kv_by_step.append({})
         positions = torch.arange(index, index + length, device=device).expand(len(tokens), -1)
         inputs = tokens[:, index + 1 : index + 1 + length]
+        if mask is not None and index:
+            inputs, features = torch.full_like(inputs, mask.token), mask.feature.expand_as(first)
         states, features = network(inputs, features[:, :length], positions, attention.attend)
         yield UnrolledStep(index, network.compute_logits(states), features, trace)
 

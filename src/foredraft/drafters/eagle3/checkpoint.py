@@ -46,7 +46,11 @@ SPECULATORS_KEYS = (
     "norm_output",
     FEEDBACK_KEY,
     aux_layers.LAYER_IDS_KEY,
+    "mask_token_id",
+    "ptd_token_id",
 )
+MASK_TENSOR, MASK_KEYS = "mask_hidden", ("mask_token_id", "ptd_token_id")  # of P-EAGLE: speculators, its authors
+PEAGLE = "peagle"
 FIRST_NORM, SECOND_NORM = ".input_layernorm.weight", ".hidden_norm.weight"
 log = logging.getLogger(__name__)
 
@@ -106,8 +110,8 @@ def read_speculators(files: TensorFiles, config: dict[str, Any], target: TargetI
 
 
 def is_speculators(names: Collection[str], config: Mapping[str, Any]) -> bool:
-    """Check whether config.json declares an EAGLE-3 head in the `speculators` layout."""
-    return is_type(config, NAME)
+    """Check whether config.json declares an EAGLE-3 or P-EAGLE head in the `speculators` layout."""
+    return is_type(config, NAME) or is_type(config, PEAGLE)
 
 
 def has_marker_tensors(names: Collection[str], config: Mapping[str, Any]) -> bool:
@@ -188,7 +192,19 @@ def _infer_shape(claims: TensorClaims, config: dict[str, Any], target: TargetInf
         norm_before_fc=_has_norm(claims, config, nested, "norm_before_fc", "input_norm.weight"),
         has_fc_norm=_has_norm(claims, config, nested, "fc_norm", "fc_norm.0.weight"),
         feeds_normed=_read_feedback(claims, config, format_name),
+        mask_token_id=_read_mask_token(claims, config, target) if MASK_TENSOR in claims else None,
     )
+
+
+def _read_mask_token(claims: TensorClaims, config: dict[str, Any], target: TargetInfo) -> int:
+    """Return the token of the masks of a P-EAGLE head."""
+    found = [config[key] for key in MASK_KEYS if config.get(key) is not None]
+    if not found or not isinstance(found[0], int) or not 0 <= found[0] < target.vocab_size:
+        raise claims.refuse(
+            f"it has {MASK_TENSOR}, so config.json has to set {' or '.join(MASK_KEYS)} to a token of {target.name} "
+            f"(0..{target.vocab_size - 1}), not {found[0] if found else None!r}"
+        )
+    return found[0]
 
 
 def _read_feedback(claims: TensorClaims, config: dict[str, Any], format_name: str) -> bool:
@@ -279,6 +295,8 @@ def list_tensor_shapes(shape: Eagle3Shape) -> dict[str, ExpectedTensor | tuple[i
         shapes["lm_head.weight"] = (shape.draft_vocab_size, hidden)
     if shape.draft_vocab_size != shape.vocab_size:
         shapes["d2t"] = vocabulary.make_expected_offsets(shape)
+    if shape.mask_token_id is not None:
+        shapes[MASK_TENSOR] = (1, 1, num_states * shape.target_hidden)
     if shape.norm_before_fc:
         shapes["input_norm.weight"] = (num_states * shape.target_hidden,)
     if shape.has_fc_norm:
@@ -337,6 +355,8 @@ def make_config(shape: Eagle3Shape, num_layers: int | None = None) -> dict[str, 
         "norm_output": shape.feeds_normed,
         FEEDBACK_KEY: NORMED_STATE if shape.feeds_normed else RAW_STATE,
     }
+    if shape.mask_token_id is not None:
+        config["ptd_token_id"] = shape.mask_token_id
     if shape.hidden_layers == (AFTER_FINAL_NORM,):
         config["eagle_config"] = {"use_aux_hidden_state": False}
     elif num_layers is None or shape.hidden_layers != aux_layers.choose_default_layers(num_layers):

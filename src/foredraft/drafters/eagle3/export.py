@@ -118,6 +118,7 @@ def _check_exportable(
     always_unsupported = {
         f"the target's state at boundary {outer[0] if outer else ''}, which engines capture differently": bool(outer),
         "a bias in fc": shape.has_fc_bias,
+        "masks of parallel drafts (P-EAGLE)": shape.mask_token_id is not None,
         "biases in some matrices of its attention and not in others": block.has_qkv_bias != block.has_out_bias,
     }
     original_unsupported = {

@@ -13,6 +13,7 @@ from foredraft.drafters.counterpart import SGLANG_TREE_OPTIONS, TRTLLM_TREE_OPTI
 from foredraft.drafters.eagle3 import checkpoint, export
 from foredraft.drafters.eagle3.checkpoint import NORMED_STATE, RAW_STATE
 from foredraft.drafters.eagle3.network import load_network, make_native
+from foredraft.drafters.eagle3.parallel import ParallelDrafter
 from foredraft.drafters.eagle3.shape import Eagle3Shape
 from foredraft.drafters.eagle3.training import TrainConfig, create_trainee
 from foredraft.drafters.eagle3.variants import VARIANTS
@@ -37,6 +38,8 @@ def from_checkpoint(config: Config, checkpoint: Checkpoint, context: DrafterCont
     network = load_network(_apply_feedback(checkpoint, config.feedback), require_target(context))
     bind_to_target(network, checkpoint.folder, context)
     lm, spec = make_feature_lm(network, make_native, context), config.to_tree_spec(context.num_speculative_tokens)
+    if network.shape.mask_token_id is not None:
+        return ParallelDrafter(lm, network, spec, context)
     return FeatureDrafter(lm, network.shape.hidden_layers, spec, context, network.token_ids)
 
 
@@ -47,6 +50,8 @@ def _apply_feedback(checkpoint: Checkpoint, feedback: str | None) -> Checkpoint:
     shape = checkpoint.shape
     if feedback is None or not isinstance(shape, Eagle3Shape):
         return checkpoint
+    if shape.mask_token_id is not None:
+        raise ForedraftError(f"{checkpoint.folder} drafts all tokens in one pass; none reads a state: omit feedback")
     return replace(checkpoint, shape=replace(shape, feeds_normed=feedback == NORMED_STATE))
 
 

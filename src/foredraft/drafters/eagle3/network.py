@@ -48,8 +48,20 @@ class Eagle3Network(nn.Module):
             self.register_buffer("d2t", torch.zeros(shape.draft_vocab_size, dtype=torch.int64))
         if shape.has_embedding:
             self.embed_tokens = nn.Embedding(shape.vocab_size, hidden)
+        if shape.mask_token_id is not None:
+            self.register_parameter("mask_hidden", nn.Parameter(torch.zeros(1, 1, width)))
         self.embedding = target.embedding  # [V, H]
         self.native_fc: HeadLinear | None = None  # takes the place of `fc`, with float32 output
+
+    @property
+    def mask_token_id(self) -> int:
+        """Token of the rows that stand for draft tokens. The shape must have one."""
+        assert self.shape.mask_token_id is not None, "the head drafts one token after another"
+        return self.shape.mask_token_id
+
+    def project_mask(self) -> Tensor:
+        """Compute the feature [1, H] of the rows that stand for draft tokens."""
+        return self.project_features(self.get_parameter("mask_hidden")[0])
 
     @property
     def token_ids(self) -> Tensor | None:

@@ -11,7 +11,7 @@ class Eagle3Shape:
 
     Tensors: `fc.weight` [H, len(hidden_layers) * H_t], `fc.bias`, `layers.{i}.*` (never `midlayer`), `norm.weight`,
     `lm_head.weight` [Vd, H], `d2t` [Vd] int64 offsets if Vd < V, `embed_tokens.weight`, `input_norm.weight`,
-    `fc_norm.{i}.weight`.
+    `fc_norm.{i}.weight`, `mask_hidden` [1, 1, len(hidden_layers) * H_t] with a mask token.
     """
 
     block: DraftLayerShape
@@ -28,3 +28,6 @@ class Eagle3Shape:
     norm_before_fc: bool = False
     has_fc_norm: bool = False
     feeds_normed: bool = False  # a draft token reads the previous state after the final norm
+    # P-EAGLE: token of the rows that stand for draft tokens, beside the learnt state `mask_hidden`; None = drafts of
+    # one token after another
+    mask_token_id: int | None = None

@@ -8,7 +8,7 @@ from torch import Tensor
 from foredraft.checkpoints.layouts import CheckpointLayout
 from foredraft.checkpoints.schema import Checkpoint
 from foredraft.drafters.common.target_access import derive_block_shape, init_as_identity
-from foredraft.drafters.common.training_time_test import UnrolledStep, average_step_losses, unroll
+from foredraft.drafters.common.training_time_test import MaskedPair, UnrolledStep, average_step_losses, unroll
 from foredraft.drafters.eagle3.aux_layers import choose_default_layers, is_ascending
 from foredraft.drafters.eagle3.checkpoint import make_layout
 from foredraft.drafters.eagle3.network import Eagle3Network, load_network
@@ -35,6 +35,8 @@ class TrainConfig:
             spread ones for fewer than 7 layers.
         num_layers: decoder layers of the head.
         draft_vocab_size: number of tokens that can be drafted, the most frequent in the data; None = all.
+        parallel: draft all tokens in one pass (P-EAGLE): a step reads a mask in place of a token and an output.
+        mask_token_id: token of the masks; None = the last of the vocabulary. A token that never occurs is best.
     """
 
     loss: str = "kl"
@@ -43,6 +45,8 @@ class TrainConfig:
     taps: tuple[int, ...] | None = None
     num_layers: int = 1
     draft_vocab_size: int | None = None
+    parallel: bool = False
+    mask_token_id: int | None = None
 
     @staticmethod
     def read_shape(network: Eagle3Network) -> dict[str, object]:
@@ -52,6 +56,8 @@ class TrainConfig:
             "taps": shape.hidden_layers,
             "num_layers": shape.num_layers,
             "draft_vocab_size": shape.draft_vocab_size,
+            "parallel": shape.mask_token_id is not None,
+            "mask_token_id": shape.mask_token_id,
         }
 
 
@@ -78,8 +84,14 @@ class Eagle3Trainee:
 
     def compute_loss(self, trace: Trace) -> Losses:
         first = self.network.project_features(trace.features.to(self.network.norm.weight.dtype))
-        steps = unroll(self.network, trace, first, self.config.steps)
+        mask = self._make_mask()
+        steps = unroll(self.network, trace, first, self.config.steps, mask)
         return average_step_losses(steps, self._compute_step_losses, self.config.decay)
+
+    def _make_mask(self) -> MaskedPair | None:
+        if self.network.shape.mask_token_id is None:
+            return None
+        return MaskedPair(self.network.mask_token_id, self.network.project_mask())
 
     def _compute_step_losses(self, step: UnrolledStep) -> Tensor:
         """Return the losses [B, n] of one step, over the target's vocabulary."""
@@ -100,10 +112,14 @@ def create_trainee(config: TrainConfig, target: HFModel, start: Checkpoint | Non
     check_loss(config.loss)
     if config.steps < 1 or config.num_layers < 1 or not 0 < config.decay <= 1:
         raise ForedraftError("steps and num_layers must be positive, and decay must be above 0 and at most 1")
+    if config.mask_token_id is not None and not config.parallel:
+        raise ForedraftError("mask_token_id is the token of parallel drafts; set parallel=true too")
     if start is None:
         network = Eagle3Network(_build_shape(config, target), target)
         init_as_identity(network.fc, network.layers)
         _copy_head(network, torch.arange(network.shape.draft_vocab_size))
+        if config.parallel:
+            torch.nn.init.normal_(network.mask_hidden)
     else:
         if isinstance(start.shape, Eagle3Shape) and start.shape.block.sliding_windows:
             raise ForedraftError(
@@ -131,7 +147,17 @@ def _build_shape(config: TrainConfig, target: HFModel) -> Eagle3Shape:
     block = replace(
         derive_block_shape(target), max_positions=max(MIN_POSITIONS, derive_block_shape(target).max_positions)
     )
-    return Eagle3Shape(block, target.vocab_size, size, target.hidden_size, layers, config.num_layers)
+    mask = _choose_mask_token(config, target) if config.parallel else None
+    return Eagle3Shape(
+        block, target.vocab_size, size, target.hidden_size, layers, config.num_layers, mask_token_id=mask
+    )
+
+
+def _choose_mask_token(config: TrainConfig, target: HFModel) -> int:
+    mask = target.vocab_size - 1 if config.mask_token_id is None else config.mask_token_id
+    if not 0 <= mask < target.vocab_size:
+        raise ForedraftError(f"mask_token_id must lie in 0..{target.vocab_size - 1}, got {mask}")
+    return mask
 
 
 def _choose_hidden_layers(num_layers: int) -> tuple[int, ...]:

@@ -1,0 +1,96 @@
+"""Growth of drafts from the rows of their blocks, level by level. No level needs a pass over the layers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from foredraft.drafters.common.level_loop import GrowingDraft, LevelStates
+from foredraft.drafters.common.tree_builder import NodeLogits
+from foredraft.drafters.common.tree_level import add_level
+from foredraft.drafters.dflash.network import DFlashNetwork
+
+
+@dataclass
+class BlockDraft(GrowingDraft):
+    """Growing draft of one request.
+
+    `min_confidence` is the predicted probability of acceptance below which a chain ends; 0 = never.
+    """
+
+    min_confidence: float = 0.0
+    survival: float = 1.0  # predicted probability that all tokens so far are accepted
+
+    def get_token(self, node: int) -> int:
+        """Return the token of a node; node 0 is the last committed token."""
+        request = self.builder.request
+        return self.builder.tokens[node - 1] if node else request.get_token(request.num_tokens - 1)
+
+
+class BlockLevels:
+    """Levels of n drafts.
+
+    Args:
+        network: the head.
+        states: states [n, D, H] of the rows that predict tokens, draft by draft.
+        drafts: drafts with their roots only.
+        vocab_size: number of tokens of the target.
+    """
+
+    def __init__(self, network: DFlashNetwork, states: Tensor, drafts: Sequence[BlockDraft], vocab_size: int) -> None:
+        self.network = network
+        self.states = states
+        self.logits = network.compute_logits(states)  # [n, D, V], without the Markov head
+        self.drafts = drafts
+        self.vocab_size = vocab_size
+        self._index = {id(draft): i for i, draft in enumerate(drafts)}
+        markov = network.markov_head
+        self._memory = LevelStates(states.new_zeros(len(drafts), 0) if markov is None else markov.start(len(drafts)))
+        self._memory.start(drafts)
+
+    def grow(self) -> None:
+        """Grow all drafts to their end."""
+        growing = list(self.drafts)
+        while growing := self._select_confident([draft for draft in growing if draft.builder.frontier]):
+            add_level([draft.builder for draft in growing], NodeLogits(self._compute_level(growing), self.vocab_size))
+
+    def _compute_level(self, growing: list[BlockDraft]) -> Tensor:
+        """Compute the logits [R, V] after the frontier nodes."""
+        rows, levels, tokens = self._list_frontier(growing)
+        logits: Tensor = self.logits[rows, levels]
+        markov = self.network.markov_head
+        if markov is None:
+            return logits
+        before = self._memory.select_parents(growing)
+        outputs, memory = markov.step(self._to_tensor(tokens), self.states[rows, levels], before)
+        self._memory.record(growing, memory)
+        bias: Tensor = markov(outputs)
+        return logits + bias.to(logits.dtype)
+
+    def _select_confident(self, growing: list[BlockDraft]) -> list[BlockDraft]:
+        """Leave out chains whose next token is probably not accepted.
+
+        The prediction depends on the tokens before that token alone, so the draft has its stated distribution.
+        """
+        head = self.network.confidence_head
+        limited = [draft for draft in growing if draft.min_confidence]
+        if head is None or not limited:
+            return growing
+        rows, levels, tokens = self._list_frontier(limited)
+        odds = head(self.states[rows, levels], self.network.markov_head, self._to_tensor(tokens))
+        for draft, probability in zip(limited, torch.sigmoid(odds).tolist(), strict=True):
+            draft.survival *= probability
+        return [draft for draft in growing if draft.survival >= draft.min_confidence]
+
+    def _list_frontier(self, growing: Sequence[BlockDraft]) -> tuple[list[int], list[int], list[int]]:
+        """List index of the draft, depth and token of every frontier node."""
+        nodes = [(draft, node) for draft in growing for node in draft.builder.frontier]
+        return (
+            [self._index[id(draft)] for draft, _ in nodes],
+            [draft.builder.depths[node] for draft, node in nodes],
+            [draft.get_token(node) for draft, node in nodes],
+        )
+
+    def _to_tensor(self, tokens: list[int]) -> Tensor:
+        return torch.tensor(tokens, device=self.states.device)
