@@ -103,4 +103,6 @@ def test_later_steps_of_the_loss_read_masks() -> None:
     assert found[0]["loss_1"] != found[1]["loss_1"]
     assert found[0]["loss_2"] == found[1]["loss_2"]
     trainee.compute_loss(trace).total.backward()
-    assert float(trainee.network.mask_hidden.grad.abs().sum()) > 0  # type: ignore[union-attr]
+    gradient = trainee.network.get_parameter("mask_hidden").grad
+    assert gradient is not None
+    assert float(gradient.abs().sum()) > 0

@@ -119,7 +119,7 @@ def create_trainee(config: TrainConfig, target: HFModel, start: Checkpoint | Non
         init_as_identity(network.fc, network.layers)
         _copy_head(network, torch.arange(network.shape.draft_vocab_size))
         if config.parallel:
-            torch.nn.init.normal_(network.mask_hidden)
+            torch.nn.init.normal_(network.get_parameter("mask_hidden"))
     else:
         if isinstance(start.shape, Eagle3Shape) and start.shape.block.sliding_windows:
             raise ForedraftError(
