@@ -6,7 +6,7 @@ check: docs
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m mypy
-	$(PYTHON) -m mypy --allow-untyped-calls --no-warn-unused-ignores --no-warn-return-any dev/gpu/*.py
+	$(PYTHON) -m mypy --follow-imports=silent --allow-untyped-calls --no-warn-unused-ignores --no-warn-return-any dev/gpu/*.py
 
 # The documentation as a site, in site/. A broken link is an error. Nothing is downloaded, and the sources are not imported.
 docs:
