@@ -134,10 +134,10 @@ def test_a_table_is_counted(run, small, tmp_path):
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        (["guesswork", "-d", "x"], "error: 'guesswork' cannot be trained; use one of blockwise, chimera, draft_model,"),
+        (["guesswork", "-d", "x"], "error: 'guesswork' cannot be trained; use one of blockwise, chimera, dflash,"),
         (["ngram", "-d", "x"], "error: 'ngram' cannot be trained"),
         ([], "error: no data; give files with --data, or --data builtin"),
-        (["-d", "x"], "error: no method; use one of blockwise, chimera, draft_model,"),
+        (["-d", "x"], "error: no method; use one of blockwise, chimera, dflash,"),
         (["ngram_lm"], "error: no data; give files with --data, or --data builtin"),
         (["ngram_lm", "-d", "x", "--set", "order"], "error: --set takes key=value, got 'order'"),
         (["ngram_lm", "-d", "x", "--set", "size=3"], "error: unknown training option 'size'; this method takes: max"),

@@ -7,7 +7,7 @@ drafts one level deeper. A step's state belongs to one node, so a tree costs one
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -29,12 +29,17 @@ from foredraft.sampling.filters import argmax_tokens
 from foredraft.tree import Commit, TokenTree
 
 
-class StepRunner(Protocol):
-    """Network in the form that drafts: R nodes per step."""
+@runtime_checkable
+class NativeRunner(Protocol):
+    """StepRunner that may have native code for whole chains."""
 
     @property
     def native(self) -> NativeStepNetwork | None:
-        """Native code that drafts whole chains; None = the network runs on torch's operators."""
+        """Native code of the network; None = it runs on torch's operators."""
+
+
+class StepRunner(Protocol):
+    """Network in the form that drafts: R nodes per step."""
 
     def begin(self, hidden: Tensor) -> Tensor:
         """Convert target states [R, H] to the states that the first step reads, R rows."""
@@ -154,7 +159,7 @@ def grow_drafts(
 
 def draft_native_chains(runner: StepRunner, drafts: Sequence[GrowingStepDraft], vocab_size: int) -> bool:
     """Draft all chains in one native call. Returns False if it cannot; the drafts are as before then."""
-    network = runner.native
+    network = runner.native if isinstance(runner, NativeRunner) else None
     if network is None or not network.can_draft(vocab_size):
         return False
     if not all(is_native_chain(draft.builder) for draft in drafts):
