@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 
 from foredraft.bench import compare, compare_report, subprocess_peer
+from foredraft.bench.compare_report import MAX_CONTEXT, choose_length
 from foredraft.bench.methods import BenchMethod
 from foredraft.bench.participants import FOREDRAFT, Participant, PeerPythons, iter_participants
 from foredraft.bench.questions import Question
 from foredraft.bench.subprocess_peer import PEERS_FOLDER, PeerError, SubprocessPeer
+from foredraft.errors import ForedraftError
 from tests.support import tiny_models
 
 # Answers one more than the last token, and again; what else it does is decided by the mode.
@@ -226,3 +228,12 @@ def test_residents_have_their_own_scripts():
     assert {p.name for p in subprocess_peer.PEERS_FOLDER.glob("peer_*.py")} == {
         "peer_foredraft.py", "peer_llama_cpp.py", "peer_transformers.py", "peer_vllm.py",
     }  # fmt: skip
+
+
+def test_timed_passes_may_need_more_memory_than_prompts() -> None:
+    assert choose_length(40_960, 256, ()) == MAX_CONTEXT
+    assert choose_length(40_960, 256, (1, 8)) == MAX_CONTEXT
+    assert choose_length(40_960, 32_768, (1, 8, 64)) == 32_832
+    assert choose_length(256, 128, (8,)) == 256
+    with pytest.raises(ForedraftError, match="--context 32768 does not fit the 32800 tokens"):
+        choose_length(32_800, 32_768, (1, 64))

@@ -19,6 +19,7 @@ from foredraft.models.encdec.model import EncoderDecoder
 from foredraft.models.forward_batch import AFTER_FINAL_NORM, ForwardBatch, Span
 from foredraft.source import EncoderSource
 from tests.support import tiny_models, tiny_seq2seq
+from tests.support.families import list_path
 from tests.support.tiny_seq2seq import FAMILIES, make_model, reference, sources
 
 GREEDY = Sampling(temperature=0.0, max_tokens=24)
@@ -111,9 +112,7 @@ def test_a_branch_of_a_tree_is_computed_as_if_it_were_the_text(family: str, is_n
         tree = Span([1, 2], 0, tokens, depths, parents, 0, source)
         logits, _ = lm.forward(ForwardBatch.build([tree], range(6), 16, "cpu"))
         for node in range(6):
-            path = [node]
-            while parents[path[0]] >= 0:
-                path.insert(0, parents[path[0]])
+            path = list_path(parents, node)
             text = Span([3], 0, [tokens[i] for i in path], range(len(path)), None, 0, source)
             alone, _ = lm.forward(ForwardBatch.build([text], [len(path) - 1], 16, "cpu"))
             torch.testing.assert_close(alone[0], logits[node], rtol=1e-9, atol=0 if is_native else 1e-9)

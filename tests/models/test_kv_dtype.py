@@ -20,7 +20,7 @@ from foredraft.models.kv_dtype import INT8, apply_kv_dtype
 from foredraft.tree import TokenTree
 from tests.models.test_families import random_tree
 from tests.models.test_native_families import IDS, make_exact, make_native
-from tests.support.families import PagedModel, _attend_exactly, compute_reference
+from tests.support.families import PagedModel, attend_exactly, compute_reference, list_path
 from tests.support.library_setups import NATIVE, THREAD_SETUPS, use_library
 
 pytestmark = NATIVE
@@ -37,7 +37,7 @@ def round_heads(x: Tensor) -> Tensor:
 
 
 def _attend_rounded(module: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **more: Any) -> Any:
-    return _attend_exactly(module, query, round_heads(key), round_heads(value), *rest, **more)
+    return attend_exactly(module, query, round_heads(key), round_heads(value), *rest, **more)
 
 
 AttentionInterface.register(ROUNDED, _attend_rounded)
@@ -80,9 +80,7 @@ def test_bits_depend_neither_on_cuts_nor_on_drafts(dtype: torch.dtype, setup: An
         paged.read({0: prefix}, rows=[])
         nodes = paged.verify(TokenTree.from_lists([ids], [parents]))
         for node in range(len(ids)):
-            path = [node]
-            while parents[path[0]] >= 0:
-                path.insert(0, parents[path[0]])
+            path = list_path(parents, node)
             assert torch.equal(nodes[node], PagedModel(lm).read({0: prefix + [ids[n] for n in path]})[-1])
 
 

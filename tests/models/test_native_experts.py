@@ -17,7 +17,7 @@ from foredraft.tree import TokenTree
 from tests.models.test_families import random_tree
 from tests.models.test_native_decoder import as_right
 from tests.models.test_native_families import CONFIGS, EAGER, IDS, WIDE, make_exact, make_native, make_original
-from tests.support.families import PagedModel, compute_reference
+from tests.support.families import PagedModel, compute_reference, list_path
 from tests.support.library_setups import NATIVE, THREAD_SETUPS, use_library
 
 pytestmark = NATIVE
@@ -72,9 +72,7 @@ def test_quantised_experts(quantization: str, name: str) -> None:
     paged.read({0: prefix}, rows=[])
     nodes = paged.verify(TokenTree.from_lists([ids], [parents]))
     for node in range(len(ids)):
-        path = [node]
-        while parents[path[0]] >= 0:
-            path.insert(0, parents[path[0]])
+        path = list_path(parents, node)
         assert torch.equal(nodes[node], PagedModel(lm).read({0: prefix + [ids[n] for n in path]})[-1])
 
 

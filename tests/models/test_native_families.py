@@ -25,7 +25,7 @@ from foredraft.models.native.family import FAMILIES, LLAMA
 from foredraft.tree import TokenTree
 from tests.models.test_families import _boundaries, random_tree
 from tests.models.test_native_decoder import as_right
-from tests.support.families import ALTERNATING, EXACT, SLIDING, TINY, PagedModel, compute_reference, tokens
+from tests.support.families import ALTERNATING, EXACT, SLIDING, TINY, PagedModel, compute_reference, list_path, tokens
 from tests.support.library_setups import NATIVE, THREAD_SETUPS, use_library
 
 pytestmark = NATIVE
@@ -215,9 +215,7 @@ def test_every_node_of_a_tree_has_the_bits_of_its_own_sequence(name: str, dtype:
     paged.read({0: prefix}, rows=[])
     logits = paged.verify(TokenTree.from_lists([ids], [parents]))
     for node in range(len(ids)):
-        path = [node]
-        while parents[path[0]] >= 0:
-            path.insert(0, parents[path[0]])
+        path = list_path(parents, node)
         sequence = prefix + [ids[n] for n in path]
         assert torch.equal(logits[node], PagedModel(lm).read({0: sequence})[-1]), f"node {node}"
 

@@ -138,6 +138,14 @@ def compute_reference(model: Any, ids: Sequence[int]) -> Tensor:
     return model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0]
 
 
+def list_path(parents: Sequence[int], node: int) -> list[int]:
+    """List the nodes of a tree from its root to a node."""
+    path = [node]
+    while parents[path[0]] >= 0:
+        path.insert(0, parents[path[0]])
+    return path
+
+
 def tokens(count: int, seed: int = 0) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(3, VOCAB, (count,), generator=generator).tolist()
@@ -206,7 +214,7 @@ class PagedModel:
 EXACT = "eager_without_float32"
 
 
-def _attend_exactly(
+def attend_exactly(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float | None = None,
     softcap: float | None = None, s_aux: Tensor | None = None, **unused: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
@@ -227,5 +235,5 @@ def _attend_exactly(
     return (weights @ value.repeat_interleave(groups, 1)).transpose(1, 2).contiguous(), None
 
 
-AttentionInterface.register(EXACT, _attend_exactly)
+AttentionInterface.register(EXACT, attend_exactly)
 AttentionMaskInterface.register(EXACT, eager_mask)

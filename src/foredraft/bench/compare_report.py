@@ -15,7 +15,7 @@ from foredraft.bench.questions import Question
 from foredraft.errors import ForedraftError
 from foredraft.models.loading import load_tokenizer
 
-MAX_CONTEXT = 4096  # tokens of KV memory that every program allocates at most
+MAX_CONTEXT = 4096  # tokens of KV memory that every program allocates at most, unless --verify-cost needs more
 DTYPES = ("bfloat16", "float32")  # dtypes that all programs support
 
 
@@ -76,9 +76,7 @@ class CompareBench:
 
     def run(self) -> report.BenchReport:
         plan = self.plan
-        length = min(self.config.max_position_embeddings, MAX_CONTEXT)
-        if plan.verify_rows and plan.context + max(plan.verify_rows) > length:
-            raise ForedraftError(f"--context {plan.context} does not fit the {length} tokens of the model's context")
+        length = choose_length(self.config.max_position_embeddings, plan.context, plan.verify_rows)
         if plan.max_tokens >= length:
             raise ForedraftError(f"--max-tokens {plan.max_tokens} does not fit the {length} tokens of the context")
         bench_methods = list(methods.attach_models(plan.methods, self.config, plan.spec_model, plan.model is None))
@@ -214,3 +212,20 @@ def build_cost_table(costs: dict[str, list[Any]]) -> report.ReportTable:
     return report.ReportTable(
         "Cost of verification", ("tokens in one pass", *(str(count) for count in counts)), tuple(cells)
     )
+
+
+def choose_length(longest: int, context: int, verify_rows: Sequence[int]) -> int:
+    """Choose the tokens of KV memory of every program.
+
+    Args:
+        longest: context of the model.
+        context: tokens before the passes of --verify-cost.
+        verify_rows: tokens of these passes; empty = none.
+
+    Raises:
+        ForedraftError: the model's context is too short for the passes.
+    """
+    timed = context + max(verify_rows) if verify_rows else 0
+    if timed > longest:
+        raise ForedraftError(f"--context {context} does not fit the {longest} tokens of the model's context")
+    return min(longest, max(MAX_CONTEXT, timed))

@@ -34,7 +34,6 @@ class LevelRunner:
     """Native steps without the native loop."""
 
     made: StepRunner
-    native: Any = None
 
     def begin(self, hidden: Tensor) -> Tensor:
         return self.made.begin(hidden)
@@ -52,6 +51,9 @@ class Counter:
     def can_draft(self, vocab_size: int) -> bool:
         return bool(self.made.can_draft(vocab_size))
 
+    def forward(self, *args: Any) -> Any:
+        return self.made.forward(*args)
+
     def draft(self, *args: Any) -> DraftTokens | None:
         self.num_calls += 1
         found: DraftTokens | None = self.made.draft(*args)
@@ -65,7 +67,7 @@ class ComparedSteps(DrafterWrapper):
         super().__init__(made)
         self.made, self.longest = made, 0
         self.counter = Counter(made.runner.native, is_undecided)
-        self.runners = LevelRunner(made.runner, self.counter), LevelRunner(made.runner)
+        self.runners = replace(made.runner, native=self.counter), LevelRunner(made.runner)
 
     def propose(self, batch: Batch) -> TokenTree:
         self.made.runner = self.runners[0]

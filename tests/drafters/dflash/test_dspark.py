@@ -131,6 +131,10 @@ def test_the_loss_is_that_of_the_authors() -> None:
 
 
 def test_settings_that_are_no_head_are_refused() -> None:
-    for wrong, message in (({"l1_share": 2.0}, "in 0..1, got 2.0"), ({"markov_type": "lstm"}, "one of vanilla")):
+    for wrong, message in (
+        ({"l1_share": 2.0}, "in 0..1, got 2.0"),
+        ({"markov_type": "lstm"}, "one of vanilla"),
+        ({"markov_type": "rnn"}, "needs a Markov head; set markov_rank=256 too"),
+    ):
         with pytest.raises(ForedraftError, match=message):
             create_trainee(replace(TrainConfig(), **wrong), target())  # type: ignore[arg-type]

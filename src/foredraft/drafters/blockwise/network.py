@@ -52,7 +52,6 @@ class BlockwiseStepRunner:
     ) -> None:
         self.depth = depth
         self.shape = shape
-        self.native: NativeStepNetwork | None = None  # this is the form on torch's operators
         rows = depth * shape.hidden
         self._hidden = linears.make(tensors["hidden.weight"], tensors["hidden.bias"])
         self._output = linears.make(tensors["output.weight"][:rows], tensors["output.bias"][:rows])

@@ -7,7 +7,7 @@ drafts one level deeper. A step's state belongs to one node, so a tree costs one
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,24 +18,15 @@ from foredraft.drafters.common.device_loop.recording import LevelOutput
 from foredraft.drafters.common.last_hidden_state import LastHiddenStates, can_run_native, stack_states
 from foredraft.drafters.common.level_loop import GrowingDraft, LevelStates, grow_levels, start_builder
 from foredraft.drafters.common.mismatch_warning import MismatchDetector
+from foredraft.drafters.common.native_steps import NativeBlockRunner, NativeStepRunner
 from foredraft.drafters.common.tree_builder import NodeLogits, TreeSpec
 from foredraft.drafters.draft import Draft, to_token_tree
 from foredraft.drafters.method import DrafterContext
 from foredraft.drafters.spec import DrafterSpec
 from foredraft.models.forward_batch import AFTER_FINAL_NORM, ForwardBatch
-from foredraft.models.native.step_network import NativeStepNetwork
 from foredraft.request import Batch, Request
 from foredraft.sampling.filters import argmax_tokens
 from foredraft.tree import Commit, TokenTree
-
-
-@runtime_checkable
-class NativeRunner(Protocol):
-    """StepRunner that may have native code for whole chains."""
-
-    @property
-    def native(self) -> NativeStepNetwork | None:
-        """Native code of the network; None = it runs on torch's operators."""
 
 
 class StepRunner(Protocol):
@@ -159,14 +150,13 @@ def grow_drafts(
 
 def draft_native_chains(runner: StepRunner, drafts: Sequence[GrowingStepDraft], vocab_size: int) -> bool:
     """Draft all chains in one native call. Returns False if it cannot; the drafts are as before then."""
-    network = runner.native if isinstance(runner, NativeRunner) else None
-    if network is None or not network.can_draft(vocab_size):
+    if not isinstance(runner, NativeStepRunner | NativeBlockRunner) or not runner.native.can_draft(vocab_size):
         return False
     if not all(is_native_chain(draft.builder) for draft in drafts):
         return False
     plans = [plan_sampling(draft.builder) for draft in drafts]
     states, roots = [draft.state for draft in drafts], [draft.get_token(0) for draft in drafts]
-    found = network.draft(plans, states, roots, vocab_size)
+    found = runner.native.draft(plans, states, roots, vocab_size)
     if found is None:
         return False
     for b, (draft, plan) in enumerate(zip(drafts, plans, strict=True)):

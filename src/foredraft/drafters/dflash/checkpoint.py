@@ -24,7 +24,7 @@ from foredraft.checkpoints.speculators import is_type, merge_config
 from foredraft.checkpoints.tensor_claims import TensorClaims
 from foredraft.checkpoints.tensors import TensorFiles
 from foredraft.drafters.dflash.markov import MARKOV_HEADS, ConfidenceHead, make_markov_head
-from foredraft.drafters.dflash.shape import DFlashShape
+from foredraft.drafters.dflash.shape import DEFAULT_MARKOV, DFlashShape
 
 NAME = "dflash"
 ARCHITECTURE = "DFlashDraftModel"
@@ -123,7 +123,7 @@ def _infer_shape(
 
 def _read_markov(claims: TensorClaims, settings: Mapping[str, Any]) -> tuple[int, str]:
     """Return rank and type of the Markov head; the rank is 0 without one."""
-    rank, kind = settings.get("markov_rank") or 0, settings.get("markov_head_type") or "vanilla"
+    rank, kind = settings.get("markov_rank") or 0, settings.get("markov_head_type") or DEFAULT_MARKOV
     stored = f"{MARKOV_PREFIX}markov_w1.weight"
     found = claims.require_shape(stored, 2)[1] if stored in claims else 0
     if rank not in (0, found):

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from foredraft.drafters.dflash.shape import DFlashShape
+from foredraft.drafters.dflash.shape import DEFAULT_MARKOV, DFlashShape
 
 
 class MarkovHead(nn.Module):
@@ -102,7 +102,7 @@ class ConfidenceHead(nn.Module):
 
 
 MARKOV_HEADS: dict[str, Callable[[DFlashShape], MarkovHead]] = {
-    "vanilla": MarkovHead,
+    DEFAULT_MARKOV: MarkovHead,
     "gated": GatedMarkovHead,
     "rnn": RecurrentMarkovHead,
 }

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from foredraft.models.draft_layer import DraftLayerShape
 
+DEFAULT_MARKOV = "vanilla"  # type of a Markov head
+
 
 @dataclass(frozen=True)
 class DFlashShape:
@@ -22,7 +24,7 @@ class DFlashShape:
     causal_layers: tuple[bool, ...] = ()  # by layer: whether a row sees no later row of its block; () = all see all
     has_anchor_output: bool = False  # row j predicts the token after its position, otherwise the token at its position
     markov_rank: int = 0  # r of a Markov head (DSpark); 0 = none
-    markov_type: str = "vanilla"  # name in `markov.MARKOV_HEADS`
+    markov_type: str = DEFAULT_MARKOV  # name in `markov.MARKOV_HEADS`
     has_confidence: bool = False  # the head predicts the acceptance of its rows (DSpark)
     confidence_reads_token: bool = False  # it reads the Markov head's embedding of the token before, too
 

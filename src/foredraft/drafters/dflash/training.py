@@ -16,7 +16,7 @@ from foredraft.drafters.common.target_access import derive_block_shape
 from foredraft.drafters.dflash.checkpoint import choose_default_layers, make_layout
 from foredraft.drafters.dflash.markov import MARKOV_HEADS
 from foredraft.drafters.dflash.network import BlockContext, DFlashNetwork, load_network
-from foredraft.drafters.dflash.shape import DFlashShape
+from foredraft.drafters.dflash.shape import DEFAULT_MARKOV, DFlashShape
 from foredraft.drafters.losses import Losses, Trace, check_loss, compute_draft_loss, tv
 from foredraft.drafters.trainee import TraineeSpec
 from foredraft.errors import ForedraftError
@@ -56,7 +56,7 @@ class TrainConfig:
     mask_token_id: int | None = None
     predicts_from_root: bool = False
     markov_rank: int = 0
-    markov_type: str = "vanilla"
+    markov_type: str = DEFAULT_MARKOV
     has_confidence: bool = False
 
     @staticmethod
@@ -170,6 +170,8 @@ def _check_heads(config: TrainConfig) -> None:
         raise ForedraftError(f"l1_share must lie in 0..1, got {config.l1_share}")
     if config.markov_rank < 0 or config.markov_type not in MARKOV_HEADS:
         raise ForedraftError(f"markov_rank must not be negative, and markov_type one of {', '.join(MARKOV_HEADS)}")
+    if not config.markov_rank and config.markov_type != DEFAULT_MARKOV:
+        raise ForedraftError(f"markov_type={config.markov_type} needs a Markov head; set markov_rank=256 too")
 
 
 @torch.no_grad()
@@ -203,7 +205,7 @@ def _build_shape(config: TrainConfig, target: HFModel) -> DFlashShape:
         mask,
         has_anchor_output=config.predicts_from_root,
         markov_rank=config.markov_rank,
-        markov_type=config.markov_type if config.markov_rank else "vanilla",
+        markov_type=config.markov_type,
         has_confidence=config.has_confidence,
         confidence_reads_token=config.has_confidence and config.markov_rank > 0,
     )

@@ -132,7 +132,6 @@ class HydraStepRunner:
         vocab_size: int,
     ) -> None:
         self.hidden = shape.hidden
-        self.native: NativeStepNetwork | None = None  # this is the form on torch's operators
         self._embedding = target.embedding[:vocab_size].to(linears.device, linears.dtype)
         shared_output = None if shape.has_own_head else make_target_head(target, linears)
 

@@ -86,7 +86,6 @@ class LSTMStepRunner:
         self, shape: MlpSpeculatorShape, tensors: dict[str, Tensor], linears: LinearFactory, vocab_size: int
     ) -> None:
         self.shape = shape
-        self.native: NativeStepNetwork | None = None  # this is the form on torch's operators
         self._token_share = compute_token_share(shape)
         norm_dtype = torch.promote_types(linears.dtype, torch.float32)
         self._embedding = tensors[EMBEDDING][:vocab_size].to(linears.device, linears.dtype)

@@ -118,8 +118,6 @@ class MLPStepWeights:
 class MLPStepRunner:
     """Network for drafting: packed matrix products, norms in float32 or wider.
 
-    `native` is None: this is the form on torch's operators, for other devices and dtypes.
-
     Args:
         shape: sizes of the speculator.
         tensors: weights, by the names that MlpSpeculatorShape documents.
@@ -132,7 +130,6 @@ class MLPStepRunner:
         self, shape: MlpSpeculatorShape, tensors: dict[str, Tensor], depth: int, linears: LinearFactory, vocab_size: int
     ) -> None:
         self.shape = shape
-        self.native: NativeStepNetwork | None = None
         self._token_share = compute_token_share(shape)
         self._vocab_size = vocab_size
         norm_dtype = torch.promote_types(linears.dtype, torch.float32)

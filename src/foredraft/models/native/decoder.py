@@ -98,7 +98,7 @@ class NativeDecoder:
     weights: list[PackedWeight]  # keeps the record's weights alive; the last one is the head
     tensors: list[Tensor]  # keeps the other memory of the record alive
     kv_samples: list[Tensor]  # by layer: [0, H, D] shape and dtype of keys and values
-    dtype: torch.dtype  # of the model's weights, keys and values
+    dtype: torch.dtype  # of the model's weights and hidden states
     vocab_size: int  # number of input tokens
     rotary_tables: RotaryTables
     num_positions: int = 0  # positions in the record's rotary table
