@@ -13,6 +13,7 @@ from foredraft.bench.compare_report import MAX_CONTEXT, choose_length
 from foredraft.bench.methods import BenchMethod
 from foredraft.bench.participants import FOREDRAFT, Participant, PeerPythons, iter_participants
 from foredraft.bench.questions import Question
+from foredraft.bench.stream_speeds import StreamSpeed, StreamsPlan
 from foredraft.bench.subprocess_peer import PEERS_FOLDER, PeerError, SubprocessPeer
 from foredraft.errors import ForedraftError
 from tests.support import tiny_models
@@ -28,7 +29,7 @@ def load(**job):
         raise RuntimeError("no such\\n  weights")
     if job.get("fault") == "crash":
         raise SystemExit("ImportError: nothing here")
-    load.pace = job.get("pace", 1.0)
+    load.pace, load.fault = job.get("pace", 1.0), job.get("fault")
     return {"version": "fake " + str(job["threads"]) + os.environ["OMP_NUM_THREADS"]}
 
 def generate(mode, prompt, max_tokens, **rest):
@@ -46,11 +47,16 @@ def generate(mode, prompt, max_tokens, **rest):
 def verify(rows, context, repeats):
     return {"seconds": {str(k): 1.0 + k for k in rows}}
 
+def streams(prompts, max_tokens):
+    if load.fault == "streams":
+        raise RuntimeError("no memory")
+    return {"tokens": [[0] * max_tokens for _ in prompts], "seconds": load.pace * len(prompts[0])}
+
 def ticks():
     began = time.process_time()
     return {"ticks": began}
 
-serve({"load": load, "generate": generate, "verify": verify, "ticks": ticks})
+serve({"load": load, "generate": generate, "verify": verify, "ticks": ticks, "streams": streams})
 """
 SETTINGS = compare.PeerSettings("model", None, "bfloat16", 1, 64, "scratch", 3, (8, 4), 6)
 ASKED = (Question(("the end",), "a"), Question(("and", "then"), "b"))
@@ -68,8 +74,9 @@ def one(script: str, program: str = FOREDRAFT, *modes: str, **job) -> Participan
     return Participant(program, script, Path(sys.executable), modes or ("plain",), "bfloat16", "bfloat16", job)
 
 
-def run(*parts: Participant, asked=ASKED, rows=()) -> compare.Comparison:
-    comparison = compare.Comparison.from_participants(parts, SETTINGS, lambda title: None)
+def run(*parts: Participant, asked=ASKED, rows=(), streams=None) -> compare.Comparison:
+    settings = replace(SETTINGS, streams=streams or StreamsPlan())
+    comparison = compare.Comparison.from_participants(parts, settings, lambda title: None)
     comparison.run(asked, tiny_models.tokenizer(), rows, 8)
     return comparison
 
@@ -144,6 +151,27 @@ def test_the_figures_of_a_comparison(script):
     assert ours.acceptance_length == 2.0
     assert comparison.versions == {FOREDRAFT: "fake 11", "peer": "fake 11"}
     assert [(c.rows, c.ratio) for c in comparison.costs["peer (bfloat16)"]] == [(1, 1.0), (4, 2.5)]
+
+
+def test_plain_decoding_by_streams_is_paired_with_that_of_the_same_weights(script):
+    peer = replace(one(script, "peer", "plain", "other", pace=0.5), weights="Q8_0")
+    broken = one(script, "broken", fault="streams")
+    alone = replace(one(script, "alone"), group="int8")
+    comparison = run(
+        one(script), peer, broken, alone, asked=(), streams=StreamsPlan((2, 5), prompt_tokens=4, rounds=2)
+    )  # fmt: skip
+    # 6 output tokens per stream; the fake needs a second per prompt token, at its pace
+    expected = [
+        StreamSpeed(program, weights, count, count * 6 / (4 * pace), ours)
+        for count in (2, 5)
+        for program, weights, pace, ours in (
+            (FOREDRAFT, "bfloat16", 1.0, 1.0), ("peer", "Q8_0", 0.5, 0.5), ("alone", "bfloat16", 1.0, None)
+        )
+    ]  # fmt: skip
+    assert comparison.stream_speeds == expected
+    assert comparison.stream_failures == {"broken plain (bfloat16)": "RuntimeError: no memory"}
+    table = compare_report.build_streams_table(comparison.stream_speeds)
+    assert table.rows[1] == ("peer", "Q8_0", "6.0 (0.50x)", "15.0 (0.50x)")
 
 
 def test_a_program_that_counts_no_passes_has_no_acceptance_length(script):

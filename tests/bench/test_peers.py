@@ -126,6 +126,9 @@ def test_the_peers_that_are_always_here_keep_to_the_protocol(scripts, tmp_path, 
     assert answers[0]["passes"] == 8
     if len(modes) == 3:
         assert answers[2]["passes"] == 3  # the target drafts for itself: two drafted tokens and one more, every time
+    streams = peer.decode_streams(prompts=[[5, 9, 5, 9], [7, 7, 1, 3]], max_tokens=8)
+    assert streams["tokens"][0] == answers[0]["tokens"]
+    assert [len(tokens) for tokens in streams["tokens"]] == [8, 8]
     assert set(peer.verify(rows=[1, 2], context=[1] * 8, repeats=1)["seconds"]) == {"1", "2"}
 
 

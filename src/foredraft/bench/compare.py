@@ -13,6 +13,7 @@ from typing import Any, Literal
 from foredraft.bench.methods import PLAIN
 from foredraft.bench.participants import FOREDRAFT, Participant
 from foredraft.bench.questions import PromptBuilder, Question
+from foredraft.bench.stream_speeds import StreamSpeed, StreamsPlan, compute_speeds, measure_streams
 from foredraft.bench.subprocess_peer import PeerError, SubprocessPeer
 from foredraft.bench.verify_cost import REPEATS, VerifyCost
 
@@ -79,11 +80,12 @@ class PeerSettings:
     draft_tokens: int  # draft length with a draft model
     lookup: tuple[int, int]  # prompt lookup: (draft length, longest match), in tokens
     max_tokens: int
+    streams: StreamsPlan = field(default_factory=StreamsPlan)  # numbers of streams to measure
 
     @property
     def load_arguments(self) -> dict[str, Any]:
         names = ("model", "draft", "dtype", "threads", "context", "scratch", "draft_tokens", "lookup")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in names} | {"max_streams": max(1, self.streams.largest)}
 
     @property
     def generate_arguments(self) -> dict[str, Any]:
@@ -100,6 +102,8 @@ class Comparison:
     versions: dict[str, str] = field(default_factory=dict)  # program -> version
     costs: dict[str, list[VerifyCost]] = field(default_factory=dict)  # "program (weights)" -> one entry per row count
     too_long: list[str] = field(default_factory=list)  # questions that exceed the context
+    stream_speeds: list[StreamSpeed] = field(default_factory=list)
+    stream_failures: dict[str, str] = field(default_factory=dict)  # label of a mode -> reason
     _peers: dict[int, SubprocessPeer] = field(default_factory=dict)  # by index of the participant
     _participants: list[Participant] = field(default_factory=list)
 
@@ -121,6 +125,8 @@ class Comparison:
                 self._run_question(number, question, conversation, tokenizer)
             if verify_rows:
                 self._measure_verify_cost(verify_rows, context, len(tokenizer))
+            if self.settings.streams.counts:
+                self._measure_streams(len(tokenizer))
 
     def _list_active(self) -> list[ComparedMode]:
         return [compared_mode for compared_mode in self.compared_modes if compared_mode.status == "ok"]
@@ -196,6 +202,29 @@ class Comparison:
                 continue  # a program without this measurement has no row in the cost table
             seconds = {int(count): value for count, value in answer["seconds"].items()}
             self.costs[label] = [VerifyCost(count, value, value / seconds[1]) for count, value in seconds.items()]
+
+    def _measure_streams(self, vocab_size: int) -> None:
+        """Measure plain decoding with several streams in every program that decodes plainly."""
+        modes = {c.label: c for c in self._list_active() if c.mode == PLAIN}
+
+        def decode(label: str, prompts: list[list[int]]) -> float | None:
+            self.on_progress(f"{len(prompts)} streams, {label}")
+            peer = self._peers[self._participants.index(modes[label].participant)]
+            try:
+                answer = peer.call("streams", ANSWER_TIMEOUT, prompts=prompts, max_tokens=self.settings.max_tokens)
+            except PeerError as error:
+                self.stream_failures[label] = str(error)
+                return None
+            return float(answer["seconds"])
+
+        times = measure_streams(self.settings.streams, list(modes), vocab_size, decode)
+        ours = {c.participant.group: label for label, c in modes.items() if c.participant.program == FOREDRAFT}
+        self.stream_speeds = compute_speeds(
+            times,
+            {label: (c.participant.program, c.participant.weights) for label, c in modes.items()},
+            {label: ours.get(c.participant.group, "") for label, c in modes.items()},
+            self.settings.max_tokens,
+        )
 
     def build_rows(self) -> list[ComparisonRow]:
         return [self._build_row(compared_mode) for compared_mode in self.compared_modes]

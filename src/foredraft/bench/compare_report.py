@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -12,6 +12,7 @@ from foredraft.bench import compare, methods, plot, report
 from foredraft.bench.methods import PLAIN, BenchMethod
 from foredraft.bench.participants import FOREDRAFT, PeerPythons, iter_participants
 from foredraft.bench.questions import Question
+from foredraft.bench.stream_speeds import StreamSpeed, StreamsPlan
 from foredraft.errors import ForedraftError
 from foredraft.models.loading import load_tokenizer
 
@@ -37,6 +38,7 @@ class CompareBenchPlan:
     verify_rows: tuple[int, ...]  # tokens per pass to measure; () = not measured
     context: int  # tokens before the measured passes
     settings: dict[str, Any]  # arguments of Foredraft's LLM beyond the shared settings
+    streams: StreamsPlan = field(default_factory=StreamsPlan)  # numbers of streams to measure
 
 
 @dataclass(frozen=True)
@@ -83,8 +85,7 @@ class CompareBench:
         with TemporaryDirectory(prefix="foredraft-bench-") as scratch:
             settings = compare.PeerSettings(
                 str(self.folder), self._find_draft_model(), plan.dtype, plan.threads, length, scratch,
-                plan.draft_tokens,
-                plan.lookup, plan.max_tokens,
+                plan.draft_tokens, plan.lookup, plan.max_tokens, plan.streams,
             )  # fmt: skip
             participants = list(
                 iter_participants(plan.pythons, bench_methods, plan.dtype, plan.quantizations, plan.settings)
@@ -129,6 +130,13 @@ class CompareBench:
             notes.append(f"{len(self.comparison.too_long)} questions, or their later turns, exceed the context")
         if plan.verify_rows:
             notes.append(f"cost of verification: medians of passes after {plan.context} tokens")
+        if plan.streams.counts:
+            notes.append(
+                f"streams: prompts of {plan.streams.prompt_tokens} random tokens that begin together, their time "
+                f"included; medians over {plan.streams.rounds} rounds; in brackets Foredraft's throughput over that of "
+                "the program, paired by round"
+            )
+            notes += [f"streams: {label} failed: {why}" for label, why in self.comparison.stream_failures.items()]
         return notes
 
     def _build_report(self) -> report.BenchReport:
@@ -136,6 +144,7 @@ class CompareBench:
             build_result_table(self.rows),
             build_lead_table(compute_leads(self.rows)),
             build_cost_table(self.comparison.costs),
+            build_streams_table(self.comparison.stream_speeds),
         ]
         data = {
             "model": report.describe_model(self._model_name, self.config, self.plan.dtype),
@@ -145,6 +154,7 @@ class CompareBench:
             "leads": compute_leads(self.rows),
             "verify_cost": {"context": self.plan.context, "passes": self.comparison.costs},
             "too_long": self.comparison.too_long,
+            "streams": self.comparison.stream_speeds,
         }
         return report.BenchReport("Comparison", tuple(self._build_notes()), tuple(t for t in tables if t.rows), data)
 
@@ -211,6 +221,22 @@ def build_cost_table(costs: dict[str, list[Any]]) -> report.ReportTable:
     ]
     return report.ReportTable(
         "Cost of verification", ("tokens in one pass", *(str(count) for count in counts)), tuple(cells)
+    )
+
+
+def build_streams_table(speeds: Sequence[StreamSpeed]) -> report.ReportTable:
+    """Build the table of throughputs with several streams, one row per program."""
+    counts = sorted({speed.streams for speed in speeds})
+    cells: dict[tuple[str, str], dict[int, str]] = {}
+    for speed in speeds:
+        over = "" if speed.ours_over_it is None else f" ({speed.ours_over_it:.2f}x)"
+        row = cells.setdefault((speed.program, speed.weights), {})
+        row[speed.streams] = f"{speed.tokens_per_second:.1f}{over}"
+    return report.ReportTable(
+        "Plain decoding by streams, tokens/s",
+        ("program", "weights", *(str(count) for count in counts)),
+        tuple((*names, *(row.get(count, "-") for count in counts)) for names, row in cells.items()),
+        num_name_columns=2,
     )
 
 

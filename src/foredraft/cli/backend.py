@@ -62,6 +62,7 @@ class ZooTrainingOptions:
     tokens: int | None = None
     batch_tokens: int | None = None
     finish: bool = False
+    is_compiled: bool = False
 
 
 @dataclass(frozen=True)
@@ -194,6 +195,7 @@ class CliBackend:
         """Train the built-in models into the folder `out`; an interrupted run is resumed."""
         import torch
 
+        from foredraft.train.freed_memory import keep_freed_memory
         from foredraft.zoo_training.build import build_all
         from foredraft.zoo_training.recipe import DRAFT_RECIPE, TARGET_RECIPE
 
@@ -204,9 +206,11 @@ class CliBackend:
             None if options.tokens is None else options.tokens * DRAFT_RECIPE.total_tokens // TARGET_RECIPE.total_tokens
         )
         draft = DRAFT_RECIPE.scale(draft_tokens, options.batch_tokens, options.device)
+        keep_freed_memory()
         build_all(
-            out, options.device, target, draft, root=options.sources, report=report, log_line=say, finish=options.finish
-        )
+            out, options.device, target, draft, root=options.sources, report=report, log_line=say,
+            finish=options.finish, is_compiled=options.is_compiled,
+        )  # fmt: skip
 
     def install(self, out: Path) -> None:
         """Replace the built-in models of this installation by the models in the folder `out`."""

@@ -133,7 +133,7 @@ def compare_programs(ctx: typer.Context, options: CompareOptions) -> None:
 
 
 def _build_compare_job(options: CompareOptions, step: Callable[[str], None]) -> "CompareJob":
-    from foredraft.bench import compare_report, methods, questions, verify_cost
+    from foredraft.bench import compare_report, methods, questions, stream_speeds, verify_cost
     from foredraft.bench.participants import PeerPythons
     from foredraft.drafters.registry import load_methods as registered
 
@@ -156,9 +156,10 @@ def _build_compare_job(options: CompareOptions, step: Callable[[str], None]) -> 
         verify_rows=tuple(verify_cost.parse_rows(options.verify_cost)) if options.verify_cost else (),
         context=options.context,
         settings=options.llm_options,
+        streams=stream_speeds.StreamsPlan(stream_speeds.parse_streams(options.streams) if options.streams else ()),
     )
-    if not plan.questions and not plan.verify_rows:
-        raise UsageError("--prompts 0 leaves nothing to measure; add --verify-cost 1,2,4,8,16")
+    if not plan.questions and not plan.verify_rows and not plan.streams.counts:
+        raise UsageError("--prompts 0 leaves nothing to measure; add --verify-cost 1,2,4,8,16 or --streams 8,16,32,64")
     return compare_report.CompareBench(plan, step)
 
 

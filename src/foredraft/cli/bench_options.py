@@ -172,6 +172,14 @@ class CompareOptions(BenchOptions):
             metavar="KIND",
         ),
     ] = None
+    streams: Annotated[
+        str | None,
+        _make_option(
+            "Measure plain decoding with these numbers of sequences at once, such as 8,16,32,64; add --prompts 0 to "
+            "measure nothing else.",
+            panel="Cost",
+        ),
+    ] = None
     spec_tokens: Annotated[
         int, _make_option("Draft length in tokens of the other programs with a draft model.", panel="Programs", low=1)
     ] = 3

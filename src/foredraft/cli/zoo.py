@@ -100,6 +100,14 @@ def train_models(
             "--finish", help="Begin the decay of the learning rate at the last checkpoint of the current model."
         ),
     ] = False,
+    is_compiled: Annotated[
+        bool,
+        typer.Option(
+            "--compile",
+            help="Run the steps of target and draft model through torch.compile, a quarter faster on CPU; needs a C++ "
+            "compiler.",
+        ),
+    ] = False,
     use_as_builtin: Annotated[
         bool, typer.Option("--install", help="Install the trained models as the built-in models.")
     ] = False,
@@ -116,7 +124,7 @@ def train_models(
     backend: CliBackend = ctx.obj or CliBackend()
     screen = make_console(sys.stderr, no_color=False)
     with ProgressBar(screen, "reading the sources", total=1) as bar:
-        options = ZooTrainingOptions(device, sources, threads, tokens, batch_tokens, finish)
+        options = ZooTrainingOptions(device, sources, threads, tokens, batch_tokens, finish, is_compiled)
         backend.train(out, options, ZooProgress(bar, prints_lines=not screen.is_terminal), print_line)
     if use_as_builtin:
         backend.install(out)

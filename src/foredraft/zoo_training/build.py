@@ -46,6 +46,7 @@ def build_all(
     report: PartProgressCallback = lambda part, step, steps, loss: None,
     log_line: Callable[[str], None] = lambda line: None,
     finish: bool = False,
+    is_compiled: bool = False,
 ) -> PairMetrics:
     """Train all built-in models into `out`: the pair, the n-gram table, the heads, and the same for encoder-decoders.
 
@@ -62,6 +63,7 @@ def build_all(
         report: called with model name, step, steps and loss.
         log_line: called with each line for the user.
         finish: begin the decay of a model that was interrupted at its constant learning rate. Default False.
+        is_compiled: train target and draft model through torch.compile. Default False.
     """
     out.mkdir(parents=True, exist_ok=True)
     data = collect(out, root)
@@ -73,7 +75,10 @@ def build_all(
     interrupted = {name for name in PARTS if TrainingCheckpoints(out / name).find_latest() is not None}
 
     def build(name: str, recipe: LlamaRecipe, loss: LossFunction) -> None:
-        run = PretrainingRun(recipe, data.train, out / name, loss, device, _bind_part(report, name), data.held_out)
+        run = PretrainingRun(
+            recipe, data.train, out / name, loss, device, _bind_part(report, name), data.held_out,
+            is_compiled=is_compiled,
+        )  # fmt: skip
         _build_part(out, name, lambda folder: train(run, finish and name in interrupted))
 
     build("target", target, compute_next_token_loss)

@@ -27,6 +27,7 @@ from foredraft.zoo_training.batches import WindowBatches
 from foredraft.zoo_training.recipe import VOCAB_SIZE, LlamaRecipe
 
 LossFunction = Callable[[Tensor, Tensor, Tensor], Tensor]  # (ids [B, L], logits [B*L, V], next ids [B*L])
+StepLoss = Callable[[Tensor, Tensor], Tensor]  # (ids [B, L], next ids [B*L])
 ProgressCallback = Callable[[int, int, float], None]  # (step, steps, smoothed loss)
 PartProgressCallback = Callable[[str, int, int, float], None]  # (model name, step, steps, smoothed loss)
 LOG_EVERY = 20  # steps between lines of the log
@@ -109,6 +110,7 @@ class PretrainingRun:
     progress: ProgressCallback = lambda step, steps, loss: None
     held_out_ids: np.ndarray | None = None  # token ids whose loss is logged, [T]
     should_stop: Callable[[], bool] = lambda: False
+    is_compiled: bool = False  # run steps through torch.compile, which needs a C++ compiler on CPU
 
     @property
     def checkpoints(self) -> TrainingCheckpoints:
@@ -216,8 +218,9 @@ def _advance(
     batches = WindowBatches(run.ids, context, rows, recipe.seed, run.device)
     saved = began = time.monotonic()
     first = state.step
+    compute_loss = _make_step_loss(run, state.model)
     while state.step < end:
-        loss = _step(run, state, batches.get_batch(state.step))
+        loss = _step(run, state, compute_loss, batches.get_batch(state.step))
         state.smoothed_loss = loss if math.isnan(state.smoothed_loss) else 0.95 * state.smoothed_loss + 0.05 * loss
         state.step += 1
         if state.step % LOG_EVERY == 0 or state.step == end:
@@ -237,12 +240,21 @@ def _count_total_steps(recipe: LlamaRecipe, state: PretrainingState) -> int:
     return before + sum(stage.steps for stage in recipe.make_decay_stages(before))
 
 
-def _step(run: PretrainingRun, state: PretrainingState, batch: Tensor) -> float:
+def _make_step_loss(run: PretrainingRun, model: LlamaForCausalLM) -> StepLoss:
+    """Return the loss of a model as a function of token ids, compiled if the run is."""
+
+    def compute(ids: Tensor, next_ids: Tensor) -> Tensor:
+        return run.compute_loss(ids, compute_logits(model, ids), next_ids)
+
+    return torch.compile(compute, dynamic=False) if run.is_compiled else compute
+
+
+def _step(run: PretrainingRun, state: PretrainingState, compute_loss: StepLoss, batch: Tensor) -> float:
     """Make one update from a batch of token ids [rows, L + 1], and return the loss."""
     total = torch.zeros((), device=batch.device)
     for micro_batch in torch.split(batch, max(1, run.recipe.micro_tokens // (batch.shape[1] - 1))):
         ids, next_ids = micro_batch[:, :-1], micro_batch[:, 1:].flatten()
-        loss = run.compute_loss(ids, compute_logits(state.model, ids), next_ids)
+        loss = compute_loss(ids, next_ids)
         loss = loss * (len(micro_batch) / len(batch))
         loss.backward()  # type: ignore[no-untyped-call]
         total += loss.detach()

@@ -11,7 +11,7 @@ from serve import serve
 
 from foredraft import __version__
 from foredraft.bench import verify_cost
-from foredraft.llm import LLM
+from foredraft.llm import LLM, MemoryLimits
 from foredraft.sampling.params import Sampling
 
 
@@ -23,10 +23,11 @@ class ForedraftPeer:
 
     def load(
         self, model: str, dtype: str, threads: int, drafters: dict[str, dict[str, Any]], settings: dict[str, Any],
-        **_: Any,
+        max_streams: int = 1, **_: Any,
     ) -> dict[str, Any]:  # fmt: skip
         torch.set_num_threads(threads)
-        self.plain = LLM(model, None, dtype=dtype, device="cpu", **settings)
+        limits = MemoryLimits(max_batch=max(MemoryLimits.max_batch, max_streams))
+        self.plain = LLM(model, None, dtype=dtype, device="cpu", limits=limits, **settings)
         self.modes = {"plain": self.plain}
         self.modes |= {name: self.plain.with_drafter(spec) for name, spec in drafters.items()}
         return {"version": f"foredraft {__version__}, torch {torch.__version__}"}
@@ -40,6 +41,16 @@ class ForedraftPeer:
             raise RuntimeError(completion.error)
         return {"tokens": completion.token_ids, "seconds": seconds, "passes": completion.stats.target_passes}
 
+    def decode_streams(self, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
+        sampling = Sampling(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+        start = time.perf_counter()
+        completions = self.plain.generate(prompts, sampling)
+        seconds = time.perf_counter() - start
+        for completion in completions:
+            if completion.error is not None:
+                raise RuntimeError(completion.error)
+        return {"tokens": [completion.token_ids for completion in completions], "seconds": seconds}
+
     def verify(self, rows: list[int], context: list[int], repeats: int) -> dict[str, Any]:
         costs = verify_cost.measure_costs(self.plain, rows, len(context), repeats)
         return {"seconds": {str(cost.rows): cost.seconds for cost in costs}}
@@ -47,4 +58,4 @@ class ForedraftPeer:
 
 if __name__ == "__main__":
     peer = ForedraftPeer()
-    serve({"load": peer.load, "generate": peer.generate, "verify": peer.verify})
+    serve({"load": peer.load, "generate": peer.generate, "verify": peer.verify, "streams": peer.decode_streams})

@@ -18,24 +18,42 @@ from serve import draft_by_lookup, measure_verify_costs, serve
 # Value of --quantization -> file type of llama.cpp.
 FILE_TYPES = {"int8": c.LLAMA_FTYPE_MOSTLY_Q8_0, "int4": c.LLAMA_FTYPE_MOSTLY_Q4_0}
 
+KV_CELLS = 256  # tokens by which llama.cpp enlarges the cache of a sequence
+MAX_STREAM_BATCH = 2048  # tokens of a prompt batch with several sequences, as in llama-batched-bench
+
 # Drops the long log that llama.cpp writes for every model. The callback must live as long as the library uses it.
 SILENT_LOG_CALLBACK = c.llama_log_callback(lambda level, text, data: None)
 
 
-class LlamaContext:
-    """Model with the KV cache of the first `length` tokens of one sequence."""
+def load_model(file: Path) -> Any:
+    """Load the weights of a GGUF file."""
+    model = c.llama_model_load_from_file(str(file).encode(), c.llama_model_default_params())
+    if not model:
+        raise RuntimeError(f"llama.cpp could not load {file.name}")
+    return model
 
-    def __init__(self, file: Path, threads: int, size: int) -> None:
-        self.model = c.llama_model_load_from_file(str(file).encode(), c.llama_model_default_params())
+
+class LlamaContext:
+    """Model with a KV cache, for the first `length` tokens of one sequence or for several sequences.
+
+    Args:
+        model: weights, from `load_model`.
+        threads: threads of a pass.
+        size: tokens of the KV cache, of all sequences together.
+        sequences: number of sequences. Default 1.
+    """
+
+    def __init__(self, model: Any, threads: int, size: int, sequences: int = 1) -> None:
+        self.batch_size = min(size, MAX_STREAM_BATCH) if sequences > 1 else size
         params = c.llama_context_default_params()
-        params.n_ctx, params.n_batch = size, size
+        params.n_ctx, params.n_batch, params.n_seq_max = size, self.batch_size, sequences
         params.n_threads = params.n_threads_batch = threads
-        self.context = self.model and c.llama_init_from_model(self.model, params)
+        self.context = c.llama_init_from_model(model, params)
         if not self.context:
-            raise RuntimeError(f"llama.cpp could not load {file.name}")
+            raise RuntimeError(f"llama.cpp has no memory for {size} tokens")
         self.kv_memory = c.llama_get_memory(self.context)
-        self.vocab_size = c.llama_vocab_n_tokens(c.llama_model_get_vocab(self.model))
-        self.batch = c.llama_batch_init(size, 0, 1)
+        self.vocab_size = c.llama_vocab_n_tokens(c.llama_model_get_vocab(model))
+        self.batch = c.llama_batch_init(self.batch_size, 0, 1)
         self.length = 0
 
     def decode(self, tokens: Sequence[int], all_rows: bool = False) -> list[int]:
@@ -52,6 +70,40 @@ class LlamaContext:
         self.length += count
         return [self._find_argmax(i) for i in (range(count) if all_rows else (count - 1,))]
 
+    def decode_streams(self, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
+        """Decode `max_tokens` tokens after every prompt, one sequence each, all sequences in one batch."""
+        entries = [(s, i, t, i == len(p) - 1) for s, p in enumerate(prompts) for i, t in enumerate(p)]
+        next_tokens: list[int] = []
+        for begin in range(0, len(entries), self.batch_size):
+            next_tokens += self._decode_entries(entries[begin : begin + self.batch_size])
+        outputs = [[token] for token in next_tokens]
+        for step in range(max_tokens - 1):
+            entries = [(s, len(p) + step, outputs[s][-1], True) for s, p in enumerate(prompts)]
+            for output, token in zip(outputs, self._decode_entries(entries), strict=True):
+                output.append(token)
+        return outputs
+
+    def _decode_entries(self, entries: Sequence[tuple[int, int, int, bool]]) -> list[int]:
+        """Decode entries of (sequence, position, token, whether its next token is returned)."""
+        batch = self.batch
+        batch.n_tokens = len(entries)
+        for i, (sequence, position, token, has_logits) in enumerate(entries):
+            batch.token[i], batch.pos[i], batch.logits[i] = token, position, has_logits
+            batch.n_seq_id[i], batch.seq_id[i][0] = 1, sequence
+        code = c.llama_decode(self.context, batch)
+        if code:
+            raise RuntimeError(f"llama_decode failed with code {code}")
+        num_rows = sum(has_logits for _, _, _, has_logits in entries)
+        if not num_rows:
+            return []
+        rows = np.ctypeslib.as_array(c.llama_get_logits(self.context), shape=(num_rows, self.vocab_size))
+        return [int(token) for token in rows.argmax(axis=1)]
+
+    def close(self) -> None:
+        """Free the KV cache; the model stays."""
+        c.llama_batch_free(self.batch)
+        c.llama_free(self.context)
+
     def truncate(self, length: int) -> None:
         """Drop all tokens from position `length` on."""
         if length < self.length:
@@ -66,6 +118,8 @@ class LlamaContext:
 class LlamaCppPeer:
     """Target and optional draft model in llama.cpp."""
 
+    model: Any
+    threads: int
     target: LlamaContext
     draft: LlamaContext | None = None
 
@@ -79,9 +133,11 @@ class LlamaCppPeer:
         target = _convert_cached(Path(model), folder / "target.gguf", dtype)
         if quantization is not None:
             target = _quantize_cached(target, folder / f"target-{quantization}.gguf", FILE_TYPES[quantization])
-        self.target = LlamaContext(target, threads, context)
+        self.model, self.threads = load_model(target), threads
+        self.target = LlamaContext(self.model, threads, context)
         if draft is not None:
-            self.draft = LlamaContext(_convert_cached(Path(draft), folder / "draft.gguf", dtype), threads, context)
+            draft_model = load_model(_convert_cached(Path(draft), folder / "draft.gguf", dtype))
+            self.draft = LlamaContext(draft_model, threads, context)
         return {"version": f"llama-cpp-python {c.__version__} ({_read_build_features()})"}
 
     def generate(
@@ -112,6 +168,16 @@ class LlamaCppPeer:
                 self.draft.truncate(len(tokens) + num_accepted)
             tokens += target_tokens[: num_accepted + 1]
         return {"tokens": tokens[len(prompt) :], "seconds": time.perf_counter() - start, "passes": passes}
+
+    def decode_streams(self, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
+        # every sequence gets an equal part of the cache, which llama.cpp rounds up to 256 tokens
+        length = -(-(len(prompts[0]) + max_tokens) // KV_CELLS) * KV_CELLS
+        context = LlamaContext(self.model, self.threads, length * len(prompts), len(prompts))
+        start = time.perf_counter()
+        tokens = context.decode_streams(prompts, max_tokens)
+        seconds = time.perf_counter() - start
+        context.close()
+        return {"tokens": tokens, "seconds": seconds}
 
     def verify(self, rows: list[int], context: list[int], repeats: int) -> dict[str, Any]:
         self.target.truncate(0)
@@ -157,4 +223,4 @@ def _read_build_features() -> str:
 
 if __name__ == "__main__":
     peer = LlamaCppPeer()
-    serve({"load": peer.load, "generate": peer.generate, "verify": peer.verify})
+    serve({"load": peer.load, "generate": peer.generate, "verify": peer.verify, "streams": peer.decode_streams})

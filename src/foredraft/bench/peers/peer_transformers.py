@@ -53,6 +53,16 @@ class TransformersPeer:
         return {"tokens": output[0, len(prompt) :].tolist(), "seconds": seconds, "passes": passes[0]}
 
     @torch.inference_mode()
+    def decode_streams(self, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
+        ids = torch.tensor(prompts)
+        start = time.perf_counter()
+        output = self.model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, min_new_tokens=max_tokens,
+            do_sample=False, pad_token_id=0,
+        )  # fmt: skip
+        return {"tokens": output[:, ids.shape[1] :].tolist(), "seconds": time.perf_counter() - start}
+
+    @torch.inference_mode()
     def verify(self, rows: list[int], context: list[int], repeats: int) -> dict[str, Any]:
         cache = transformers.DynamicCache(config=self.model.config)
         # the argument is past_key_values before transformers 5.24
@@ -74,4 +84,4 @@ def _load_model(name: str, dtype: str) -> Any:
 
 if __name__ == "__main__":
     peer = TransformersPeer()
-    serve({"load": peer.load, "generate": peer.generate, "verify": peer.verify})
+    serve({"load": peer.load, "generate": peer.generate, "verify": peer.verify, "streams": peer.decode_streams})

@@ -26,7 +26,7 @@ class VllmPeer:
 
     def load(
         self, model: str, draft: str | None, dtype: str, threads: int, context: int, mode: str, draft_tokens: int,
-        lookup: list[int], **_: Any,
+        lookup: list[int], max_streams: int, **_: Any,
     ) -> dict[str, Any]:  # fmt: skip
         os.environ["OMP_NUM_THREADS"] = str(threads)
         cores = sorted(os.sched_getaffinity(0))
@@ -44,8 +44,9 @@ class VllmPeer:
             raise ValueError("this mode needs a draft model")
         self.sampling_params_class, self.is_counting = vllm.SamplingParams, spec is not None
         self.engine = vllm.LLM(
-            model=model, dtype=dtype, max_model_len=context, max_num_seqs=1, enable_prefix_caching=False,
-            disable_log_stats=not self.is_counting, **({"speculative_config": spec} if spec else {}),
+            model=model, dtype=dtype, max_model_len=context, enable_prefix_caching=False,
+            max_num_seqs=max_streams if mode == "plain" else 1, disable_log_stats=not self.is_counting,
+            **({"speculative_config": spec} if spec else {}),
         )  # fmt: skip
         return {"version": f"vllm {vllm.__version__}"}
 
@@ -62,6 +63,14 @@ class VllmPeer:
         # accepted; 1 + drafts is too low if a pass had no draft.
         return {"tokens": tokens, "seconds": seconds, "passes": max(len(tokens) - accepted, 1 + drafts)}
 
+    def decode_streams(self, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
+        params = self.sampling_params_class(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+        requests = [{"prompt_token_ids": prompt} for prompt in prompts]
+        start = time.perf_counter()
+        outputs = self.engine.generate(requests, params, use_tqdm=False)
+        seconds = time.perf_counter() - start
+        return {"tokens": [list(output.outputs[0].token_ids) for output in outputs], "seconds": seconds}
+
     def _read_counters(self) -> dict[str, int]:
         counts = dict.fromkeys(COUNTERS, 0)
         if self.is_counting:
@@ -71,4 +80,4 @@ class VllmPeer:
 
 if __name__ == "__main__":
     peer = VllmPeer()
-    serve({"load": peer.load, "generate": peer.generate})
+    serve({"load": peer.load, "generate": peer.generate, "streams": peer.decode_streams})
