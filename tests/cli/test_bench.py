@@ -23,10 +23,13 @@ def load(**job):
 def generate(mode, prompt, max_tokens, **rest):
     return {"tokens": prompt[:1] * max_tokens, "seconds": 1.0, "passes": max_tokens}
 
+def streams(prompts, max_tokens):
+    return {"tokens": [], "seconds": 0.5}
+
 def verify(rows, **rest):
     return {"seconds": {str(k): 0.5 * k for k in rows}}
 
-serve({"load": load, "generate": generate, "verify": verify})
+serve({"load": load, "generate": generate, "verify": verify, "streams": streams})
 """
 
 
@@ -178,6 +181,18 @@ def test_a_plot_without_matplotlib_is_refused_with_the_command(run, small, asked
     )
 
 
+def test_a_comparison_by_streams_alone_loads_what_decodes_plainly(run, fake_peers, grown, asked, tmp_path):
+    args = ("--methods", "ngram:3", "--llama-cpp", sys.executable, "--prompts", "0", "--streams", "1,3")
+    outcome = compare(run, grown, asked, *args, "--max-tokens", "8", "--json", str(tmp_path / "f.json"))
+    assert outcome.code == 0, outcome.stderr
+    figures = json.loads((tmp_path / "f.json").read_text())
+    assert [(s["program"], s["streams"]) for s in figures["streams"]] == [
+        (program, count) for count in (1, 3) for program in ("foredraft", "llama.cpp", "transformers")
+    ]  # fmt: skip
+    assert "| program | weights | 1 | 3 |" in outcome.stdout
+    assert "vllm | ngram" not in outcome.stdout
+
+
 def test_a_comparison_writes_what_it_says(run, fake_peers, grown, asked, tmp_path):
     files = [tmp_path / name for name in ("f.json", "f.md", "f.png")]
     outputs = [word for pair in zip(("--json", "--markdown", "--plot"), map(str, files), strict=True) for word in pair]
@@ -213,6 +228,7 @@ def test_a_comparison_writes_what_it_says(run, fake_peers, grown, asked, tmp_pat
         (("--max-tokens", "256"), "does not fit the 256 tokens"),
         (("--verify-cost", "16", "--context", "250"), "--context 250 does not fit"),
         (("--prompts", "0"), "leaves nothing to measure"),
+        (("--streams", "0,8"), "--streams takes numbers from 1 to 256, as 8,16,32,64; got '0,8'"),
     ],
 )
 def test_a_comparison_that_makes_no_sense_is_one_line(run, fake_peers, small, asked, args, complaint):

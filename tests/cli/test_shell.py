@@ -89,9 +89,9 @@ def test_zoo_train_reports_sparsely_off_a_terminal_and_installs_when_asked(run, 
 
 def test_zoo_train_hands_its_options_on(run, tmp_path):
     backend = FakeBackend()
-    options = "--device cuda --threads 1 --tokens 2000000 --batch-tokens 65536 --finish".split()
+    options = "--device cuda --threads 1 --tokens 2000000 --batch-tokens 65536 --finish --compile".split()
     assert run("zoo", "train", "--out", str(tmp_path / "new"), *options, backend=backend).code == 0
-    assert backend.training == ZooTrainingOptions("cuda", None, 1, 2_000_000, 65536, True)
+    assert backend.training == ZooTrainingOptions("cuda", None, 1, 2_000_000, 65536, True, True)
     assert run("zoo", "train", "--threads", "0").code == 2
 
 

@@ -132,6 +132,18 @@ def interrupt_at(at):
     return interrupt
 
 
+def test_a_compiled_run_has_the_losses_of_one_that_is_not(tmp_path, monkeypatch):
+    """The compiler is replaced by one that notes what it compiles: the real one takes a minute."""
+    compiled = []
+    monkeypatch.setattr(torch, "compile", lambda function, dynamic: compiled.append(function) or function)
+    ids = np.random.default_rng(0).integers(0, 4096, 4000).astype(np.uint16)
+    plain = train(PretrainingRun(TINY, ids, tmp_path / "plain")).state_dict()
+    assert compiled == []
+    weights = train(PretrainingRun(TINY, ids, tmp_path / "compiled", is_compiled=True)).state_dict()
+    assert compiled
+    assert all(torch.equal(weights[name], value) for name, value in plain.items())
+
+
 def test_an_interrupted_run_resumes_to_the_same_weights(tmp_path):
     """A resumed run that repeats or skips a batch gives other weights. Cut at either depth, at a seam, in the decay."""
     ids = np.random.default_rng(0).integers(0, 4096, 4000).astype(np.uint16)

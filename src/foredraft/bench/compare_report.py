@@ -87,9 +87,14 @@ class CompareBench:
                 str(self.folder), self._find_draft_model(), plan.dtype, plan.threads, length, scratch,
                 plan.draft_tokens, plan.lookup, plan.max_tokens, plan.streams,
             )  # fmt: skip
-            participants = list(
-                iter_participants(plan.pythons, bench_methods, plan.dtype, plan.quantizations, plan.settings)
-            )
+            participants = [
+                participant
+                for participant in iter_participants(
+                    plan.pythons, bench_methods, plan.dtype, plan.quantizations, plan.settings
+                )
+                # a process without plain decoding only answers questions
+                if plan.questions or PLAIN in participant.modes
+            ]
             self.comparison = compare.Comparison.from_participants(participants, settings, self.on_progress)
             self.comparison.run(plan.questions, self.tokenizer, plan.verify_rows, plan.context)
         self.rows = self.comparison.build_rows()

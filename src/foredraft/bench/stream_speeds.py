@@ -20,7 +20,7 @@ class StreamsPlan:
 
     counts: tuple[int, ...] = ()
     prompt_tokens: int = 64  # per stream
-    rounds: int = 5  # measured rounds of each count, after one that does not count
+    rounds: int = 3  # measured rounds of each count, after one that does not count
 
     @property
     def largest(self) -> int:

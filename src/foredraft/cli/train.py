@@ -265,8 +265,10 @@ def train(ctx: typer.Context, options: TrainOptions) -> None:
 
         typer.echo(make_server_command(plan, options.print_server_command))
         return
+    from foredraft.train.freed_memory import keep_freed_memory
     from foredraft.train.run import train as run
 
+    keep_freed_memory()
     screen = make_console(sys.stderr, no_color=False)
     with ProgressBar(screen, "reading", total=1) as bar:
         outcome = run(plan, print_line, TrainProgress(bar, prints_lines=not screen.is_terminal))

@@ -10,8 +10,8 @@ NEVER = 2**31 - 1
 def keep_freed_memory() -> bool:
     """Make the allocator keep freed memory for later allocations.
 
-    By default glibc returns every freed tensor of some megabytes to the system, and each page of the next one costs a page
-    fault. Training steps allocate the same sizes again and again, so that they take a quarter less time without
+    By default glibc returns every freed tensor of some megabytes to the system, and each page of the next one costs a
+    page fault. Training steps allocate the same sizes again and again, so that they take a quarter less time without
     (dev/LOG.md). The process then holds its largest amount of memory to its end.
 
     Returns:
