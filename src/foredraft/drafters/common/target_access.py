@@ -40,9 +40,12 @@ def load_checkpoint(context: DrafterContext, method: Method) -> Checkpoint:
     if name is None and method.read_from_target is not None and context.target is not None:
         return method.read_from_target(context)
     if name is None:
+        source = f"`foredraft train {method.name}` makes one"
+        if method.training is None:
+            source = "it is a published folder, as no training makes one here"
         raise ForedraftError(
             f"the method {method.name} needs a head trained for this target: give --spec-model PATH (or {{'model': "
-            f"PATH}}); `foredraft train {method.name}` makes one"
+            f"PATH}}); {source}"
         )
     if context.target is None:
         raise ForedraftError(f"the method {method.name} reads the target's states; give Context a target")
