@@ -19,7 +19,10 @@ from foredraft.drafters.gemma4_assistant.network import AssistantNetwork
 from foredraft.drafters.gemma4_assistant.shape import AssistantRope, AssistantShape
 from foredraft.drafters.interface import Drafter
 from foredraft.drafters.method import DrafterContext, Method
+from foredraft.drafters.wrapper import DrafterWrapper
 from foredraft.models.forward_batch import AFTER_FINAL_NORM, ForwardBatch, Span
+from foredraft.request import Batch
+from foredraft.tree import TokenTree
 from tests.support import tiny_heads, tiny_models
 from tests.support.fit_cache import fit_once
 
@@ -92,6 +95,34 @@ def make_drafter(folder: Path, llm: LLM, num_tokens: int, **options: Any) -> Any
         target.vocab_size, target, num_tokens, str(folder), dtype=target.model.dtype, device=target.device
     )
     return create_drafter(METHOD, METHOD.config(**options), context)
+
+
+@dataclass
+class Proposal:
+    """Tree of one request."""
+
+    text: list[int]
+    tokens: list[int]
+    parents: list[int]
+    q: Tensor | None  # [1 + nodes, V]
+
+
+class ProposalRecorder(DrafterWrapper):
+    """Drafter that notes every draft."""
+
+    def __init__(self, drafter: Any) -> None:
+        super().__init__(drafter)
+        self.found: list[Proposal] = []
+
+    def propose(self, batch: Batch) -> TokenTree:
+        tree = super().propose(batch)
+        for b, request in enumerate(batch.requests):
+            if len(tree.tokens[b]) > 1:
+                rows = [tree.get_row(b, node) for node in range(len(tree.tokens[b]))]
+                q = None if tree.q is None else tree.q[rows]
+                text = list(request.get_tokens(0, request.num_tokens))
+                self.found.append(Proposal(text, tree.tokens[b][1:], tree.parents[b][1:], q))
+        return tree
 
 
 # Fitted assistants for the Llama of `tiny_models`, whose layers all have full attention.

@@ -59,7 +59,8 @@ METHOD = Method(
     counterparts={
         "vllm": Counterpart("mtp", settings=VLLM_SAMPLED),
         "sglang": Counterpart("NEXTN"),
-        "trtllm": Counterpart("MTP"),
+        "trtllm": Counterpart("MTP", note="it takes no assistants of Gemma 4 12B (gemma4_unified_assistant)"),
+        "llama.cpp": Counterpart("draft-mtp"),
     },
     variants=VARIANTS,
 )
