@@ -53,6 +53,23 @@ def make_target(num_shared: int = 2) -> Any:
     return model.double().eval()
 
 
+def make_whole_target(kind: str) -> Any:
+    """Make a target of the classes that folders of Gemma 4 hold, with layers for the same assistants."""
+    torch.manual_seed(0)
+    settings = make_text_config([SLIDING, FULL] * 2, 0, 32, tie_word_embeddings=False).to_dict()
+    settings["pad_token_id"] = 0
+    if kind == "gemma4":
+        config: Any = hf.Gemma4Config(text_config=settings)
+        return hf.Gemma4ForConditionalGeneration(config).double().eval()
+    settings |= {"model_type": "gemma4_unified_text"}
+    for name in ("attention_k_eq_v", "hidden_size_per_layer_input", "vocab_size_per_layer_input"):
+        settings.pop(name)
+    if kind == "gemma4_unified_text":
+        return hf.Gemma4UnifiedForCausalLM(hf.Gemma4UnifiedTextConfig(**settings)).double().eval()
+    config = hf.Gemma4UnifiedConfig(text_config=settings)
+    return hf.Gemma4UnifiedForConditionalGeneration(config).double().eval()
+
+
 def copy_with_sdpa(model: Any) -> Any:
     """Copy a target with transformers' own attention."""
     copied = copy.deepcopy(model)

@@ -107,8 +107,18 @@ def generate_candidates(target: Any, assistant: Any, text: list[int], count: int
 @pytest.mark.parametrize("is_ordered", [False, True], ids=["plain", "ordered"])
 def test_chains_equal_those_of_transformers_generator(tmp_path: Path, is_ordered: bool, num_shared: int) -> None:
     """Through the pages of a batch. One text is longer than the window. Some targets share keys among layers."""
-    llm = tiny.make_llm(num_shared)
-    drafter = tiny.make_drafter(tiny.save_assistant(tmp_path, is_ordered), llm, 4)
+    compare_chains(tiny.make_llm(num_shared), tmp_path, is_ordered)
+
+
+@pytest.mark.parametrize("kind", ["gemma4", "gemma4_unified", "gemma4_unified_text"])
+def test_chains_of_every_class_of_targets_equal_the_generators(tmp_path: Path, kind: str) -> None:
+    """`gemma4_unified` attends by itself, over a cache on pages."""
+    compare_chains(LLM(tiny.make_whole_target(kind), None, is_debug=True), tmp_path, is_ordered=False)
+
+
+def compare_chains(llm: LLM, folder: Path, is_ordered: bool) -> None:
+    """Compare every draft of a batch with that of transformers' generator for the same text."""
+    drafter = tiny.make_drafter(tiny.save_assistant(folder, is_ordered), llm, 4)
     recorder = ProposalRecorder(drafter)
     outputs = llm.with_drafter(recorder).generate(PROMPTS, GREEDY)
     assert [o.token_ids for o in outputs] == [o.token_ids for o in llm.generate(PROMPTS, GREEDY)]
