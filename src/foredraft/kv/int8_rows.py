@@ -20,6 +20,6 @@ def dequantize_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
     """
     heads, width = rows.shape[-2], rows.shape[-1] - SCALE_BYTES
     flat = rows.flatten(-2)
-    codes = flat[..., : heads * width].unflatten(-1, (heads, width))
-    scales = flat[..., heads * width :].contiguous().view(torch.float32)  # [.., H]
-    return (codes.to(torch.float32) * scales[..., None]).to(dtype)
+    codes = flat[..., : heads * width].reshape(*rows.shape[:-2], heads, width)
+    scales: Tensor = flat[..., heads * width :].contiguous().view(torch.float32)  # [.., H]
+    return codes.to(torch.float32).mul(scales[..., None]).to(dtype)

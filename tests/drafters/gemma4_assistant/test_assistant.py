@@ -32,6 +32,7 @@ from foredraft.tree import TokenTree
 from tests.support import gemma4_assistants as tiny
 from tests.support import tiny_models
 from tests.support.gemma4_assistants import Proposal, ProposalRecorder
+from tests.support.gpu_cases import PAGE_SIZE, TRITON, AttentionCase, Heads, bound_error, scatter_pages
 from tests.support.library_setups import NATIVE
 from tests.support.requests import make_request
 
@@ -114,8 +115,8 @@ def test_the_text_is_that_of_plain_decoding_in_little_memory(tmp_path: Path, is_
     drafter = tiny.make_drafter(tiny.save_assistant(tmp_path, is_ordered), llm, 4)
     limits = MemoryLimits(kv_tokens=64, page_size=4, max_batch=4, max_step_tokens=24)
     small = tiny_models.limit_memory(llm, drafter, limits, max_chunk=5)
-    prompts = [[11, 12, 13] * 8, [21, 22] * 9, *PROMPTS, [11, 12, 13] * 8]
-    for sampling in (GREEDY, SAMPLED):
+    prompts = [[11, 12, 13] * 8, [21, 22] * 9, PROMPTS[1], [11, 12, 13] * 8]
+    for sampling in (GREEDY, replace(SAMPLED, n=2, max_tokens=9)):
         outputs = small.generate(prompts, sampling)
         assert [o.token_ids for o in outputs] == [o.token_ids for o in llm.generate(prompts, sampling)]
         assert sum(o.stats.num_drafted for o in outputs) > 20
@@ -141,6 +142,28 @@ def test_a_draft_changes_nothing_in_the_targets_memory(tmp_path: Path) -> None:
     made = llm.with_drafter(Watcher(drafter))
     assert made.generate(PROMPTS, GREEDY)[0].stats.num_drafted > 0
     assert made.engine.drafter.num_failures == 0
+
+
+@pytest.mark.parametrize("mode", ["auto", "merge", "sequence"])
+def test_it_drafts_beside_methods_of_tokens(tmp_path: Path, mode: str) -> None:
+    folder = tiny.save_assistant(tmp_path)
+    drafter = {"method": "ngram+gemma4_assistant", "model": str(folder), "mode": mode, "num_speculative_tokens": 4}
+    llm = LLM(tiny.make_target(), drafter, is_debug=True)
+    for sampling in (GREEDY, SAMPLED):
+        outputs = llm.generate(PROMPTS, sampling)
+        assert [o.token_ids for o in outputs] == [o.token_ids for o in tiny.make_llm().generate(PROMPTS, sampling)]
+        assert sum(o.stats.num_drafted for o in outputs) > 0
+    assert not any(backoff.failures for backoff in llm.engine.drafter.spec.member_backoffs)
+
+
+@pytest.mark.parametrize("verify", ["match", "reject"])
+def test_a_mask_of_the_request_holds_for_drafts(tmp_path: Path, verify: str) -> None:
+    """Allowed tokens of which none or few are in the selected clusters leave short drafts, and no error."""
+    llm = tiny.make_llm()
+    folder = tiny.save_assistant(tmp_path, is_ordered=True)
+    allowed = tuple(range(20, 44))
+    found = record(folder, llm, replace(SAMPLED, allowed_token_ids=allowed), verify)
+    assert {token for proposal in found for token in proposal.tokens} <= {*allowed}
 
 
 # targets
@@ -179,6 +202,21 @@ def test_native_targets_give_their_keys(kv_dtype: str) -> None:
     k, v = (x[16:24] if kv_dtype == "auto" else dequantize_rows(x[16:24], torch.float32) for x in (keys, values))
     weights = torch.einsum("rhd,lhd->rhl", query, k.repeat_interleave(2, 1)).softmax(-1)
     torch.testing.assert_close(found, torch.einsum("rhl,lhd->rhd", weights, v.repeat_interleave(2, 1)))
+
+
+@TRITON
+@pytest.mark.parametrize("heads", [Heads(2, 2, 64, window=13), Heads(4, 1, 32)], ids=str)
+def test_gpu_kernels_attend_from_several_rows_at_one_position(heads: Heads) -> None:
+    lengths = (30, 12)
+    requests = [
+        make_request(i, range(length), GREEDY, pages=pages, num_computed=length - 1)
+        for i, (length, pages) in enumerate(zip(lengths, scatter_pages(lengths), strict=True))
+    ]
+    rows = FrozenRows.build(requests, [3, 1], PAGE_SIZE, torch.device("cpu"))
+    case = AttentionCase.make(heads, rows.batch.spans)
+    assert [len(case.rows.list_slots(row)) for row in range(4)] == [29, 29, 29, 11]
+    assert rows.positions.tolist() == [29, 29, 29, 11]
+    assert (case.run().double() - case.reference()).abs().max().item() <= bound_error(case)
 
 
 def test_int8_rows_are_codes_and_then_scales() -> None:
