@@ -9,11 +9,14 @@ import transformers as hf
 from torch import Tensor
 from transformers.generation.candidate_generator import SinglePositionMultiTokenCandidateGenerator
 
+import foredraft
 from foredraft import LLM, Sampling
 from foredraft.checkpoints.schema import TargetInfo
 from foredraft.drafters.checkpoint_folders import read
 from foredraft.drafters.gemma4_assistant.network import AssistantNetwork, load_network
+from foredraft.errors import ForedraftError
 from tests.support import gemma4_assistants as tiny
+from tests.support import tiny_models
 from tests.support.checkpoints import reference_networks
 from tests.support.checkpoints.reference_networks import AssistantFlags
 from tests.support.gemma4_assistants import ProposalRecorder
@@ -143,3 +146,18 @@ def test_the_output_equals_transformers_assisted_generation(tmp_path: Path) -> N
     )  # fmt: skip
     assert completion.token_ids == found[0, len(PROMPTS[1]) :].tolist()
     assert completion.stats.num_drafted > 0
+
+
+def test_a_loaded_assistant_drafts_in_transformers_generate() -> None:
+    """As `assistant_model` of generate(), with the loop of the library."""
+    target, loop = tiny.copy_with_sdpa(tiny.make_target(0)), foredraft.speculate()
+    ids = torch.tensor([PROMPTS[1]])
+    given: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    expected = target.generate(ids, **given)
+    found = target.generate(ids, **given, assistant_model=tiny.make_assistant(), custom_generate=loop)
+    assert found.tolist() == expected.tolist()
+    [engine] = loop._llms[target].values()
+    assert engine.drafter_name == "gemma4_assistant"
+    assert engine.engine.drafter.num_failures == 0
+    with pytest.raises(ForedraftError, match="the loaded LlamaForCausalLM is no head of the method gemma4_assistant"):
+        LLM(target, {"method": "gemma4_assistant", "model": tiny_models.llama()})

@@ -47,6 +47,7 @@ def _require_pages(context: DrafterContext) -> HFModel:
 METHOD = Method(
     name=checkpoint.NAME,
     config=Config,
+    accepts_loaded_model=True,
     from_checkpoint=from_checkpoint,
     check_options=Config.to_tree_spec,
     checkpoint=CheckpointFormat(
