@@ -1,18 +1,15 @@
-"""Gemma-4 assistants in an engine: distributions, trees, memory that they read, and folders and targets they refuse."""
+"""Gemma-4 assistants in an engine: distributions, trees, memory that they read, and targets they refuse."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from foredraft import LLM, Sampling
-from foredraft.checkpoints.schema import Checkpoint, TargetInfo
-from foredraft.drafters.checkpoint_folders import read, recognise, write
+from foredraft.checkpoints.schema import Checkpoint
 from foredraft.drafters.creation import create_drafter
 from foredraft.drafters.gemma4_assistant.method import METHOD
 from foredraft.drafters.gemma4_assistant.network import AssistantNetwork
@@ -21,8 +18,6 @@ from foredraft.drafters.gemma4_assistant.target_kv import FrozenRows, TargetKV
 from foredraft.drafters.method import DrafterContext
 from foredraft.drafters.wrapper import DrafterWrapper
 from foredraft.errors import ForedraftError
-from foredraft.handover.drafter_plan import find_counterpart
-from foredraft.handover.registry import load_engines
 from foredraft.kv.int8_rows import dequantize_rows
 from foredraft.llm import MemoryLimits
 from foredraft.models.forward_batch import AFTER_FINAL_NORM, ForwardBatch, Span
@@ -39,7 +34,6 @@ from tests.support.requests import make_request
 GREEDY = Sampling(max_tokens=16, temperature=0, ignore_eos=True)
 SAMPLED = Sampling(max_tokens=16, temperature=0.8, seed=5, ignore_eos=True)
 PROMPTS = [[9], [5, 6, 7, 8], [11, 12, 13] * 8]
-TARGET = TargetInfo("the-target", 32, tiny.VOCAB, 4)
 
 
 def record(
@@ -174,11 +168,11 @@ def native_llm(kv_dtype: str = "auto", dtype: torch.dtype = torch.float32) -> LL
     return LLM(model, None, fused=True, is_debug=True, kv_dtype=kv_dtype)
 
 
-def make_random(llm: LLM, shape: AssistantShape) -> Any:
+def make_random(llm: LLM, shape: AssistantShape, fused: bool = True) -> Any:
     """Make the drafter of an assistant with random weights."""
     torch.manual_seed(0)
     checkpoint = Checkpoint(METHOD.name, "made", "made", shape, dict(AssistantNetwork(shape).state_dict()))
-    context = DrafterContext(llm.target.vocab_size, llm.target, 4, dtype=llm.target.model.dtype)
+    context = DrafterContext(llm.target.vocab_size, llm.target, 4, dtype=llm.target.model.dtype, fused=fused)
     assert METHOD.from_checkpoint is not None
     return METHOD.from_checkpoint(METHOD.config(), checkpoint, context)
 
@@ -219,6 +213,26 @@ def test_gpu_kernels_attend_from_several_rows_at_one_position(heads: Heads) -> N
     assert (case.run().double() - case.reference()).abs().max().item() <= bound_error(case)
 
 
+@NATIVE
+@pytest.mark.parametrize("is_ordered", [False, True], ids=["plain", "ordered"])
+def test_packed_matrices_compute_the_same(is_ordered: bool) -> None:
+    """An output matrix of which single rows are read is not packed."""
+    llm = native_llm()
+    shape = tiny.make_shape(llm, is_ordered)
+    packed, plain = (make_random(llm, shape, fused) for fused in (True, False))
+    assert (packed.spec.is_native, plain.spec.is_native) == (True, False)
+    assert isinstance(packed.network.lm_head, torch.nn.Linear) == is_ordered
+    assert not isinstance(packed.network.pre_projection, torch.nn.Linear)
+    g = torch.Generator().manual_seed(2)
+    embeddings, states = torch.randn(3, 64, generator=g), torch.randn(3, 64, generator=g)
+    found = []
+    for drafter in (packed, plain):
+        with torch.no_grad():
+            hidden = drafter.network(embeddings, states, torch.arange(3), lambda layer, query: query)
+            found.append((drafter.network.compute_logits(hidden), drafter.network.post_projection(hidden)))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-4)
+
+
 def test_int8_rows_are_codes_and_then_scales() -> None:
     codes = torch.randint(-127, 128, (3, 2, 8), dtype=torch.int8)
     scales = torch.rand(3, 2)
@@ -234,13 +248,22 @@ class SplitTarget(HFModel):
         return False
 
 
+class EncodedTarget(HFModel):
+    """Target with an encoder."""
+
+    @property
+    def has_encoder(self) -> bool:
+        return True
+
+
 def test_targets_that_do_not_fit_are_refused_in_one_line(tmp_path: Path) -> None:
     folder = tiny.save_assistant(tmp_path)
     target = tiny.make_llm().target
-    split = SplitTarget(target.model, "the-target", target.pool, 1, 1)
-    context = DrafterContext(tiny.VOCAB, split, 4, str(folder), dtype=torch.float64)
-    with pytest.raises(ForedraftError, match="leave tensor_parallel_size"):
-        create_drafter(METHOD, METHOD.config(), context)
+    for kind, message in ((SplitTarget, "leave tensor_parallel_size"), (EncodedTarget, "the-target has an encoder")):
+        other_kind = kind(target.model, "the-target", target.pool, 1, 1)
+        context = DrafterContext(tiny.VOCAB, other_kind, 4, str(folder), target_name="the-target", dtype=torch.float64)
+        with pytest.raises(ForedraftError, match=message):
+            create_drafter(METHOD, METHOD.config(), context)
     other = LLM(tiny_models.llama(tiny.VOCAB), None)  # all of its layers have full attention
     with pytest.raises(ForedraftError, match=r"a layer of kind sliding_attention, and .* has none"):
         tiny.make_drafter(folder, other, 4)
@@ -267,110 +290,3 @@ def test_without_a_folder_the_error_promises_no_training() -> None:
     target = tiny.make_llm().target
     with pytest.raises(ForedraftError, match="a published folder, as no training makes one here"):
         create_drafter(METHOD, METHOD.config(), DrafterContext(tiny.VOCAB, target, 4))
-
-
-# folders
-
-
-def edit_config(folder: Path, text: Any = None, **changes: Any) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    config["text_config"] |= text or {}
-    (folder / "config.json").write_text(json.dumps(config | changes))
-
-
-def edit_tensors(folder: Path, drop: str = "", **more: Tensor) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    save_file({name: t for name, t in (tensors | more).items() if name != drop}, folder / "model.safetensors")
-
-
-@pytest.mark.parametrize(
-    "declared",
-    [
-        {"architectures": ["Gemma4AssistantForCausalLM"]},
-        {"architectures": ["Gemma4UnifiedAssistantForCausalLM"], "model_type": "gemma4_unified_assistant"},
-        {"architectures": None},
-    ],
-)
-def test_a_folder_is_found_by_its_config(tmp_path: Path, declared: dict[str, Any]) -> None:
-    folder = tiny.save_assistant(tmp_path)
-    edit_config(folder, **declared)
-    assert recognise(folder)[0] == "gemma4_assistant"
-    assert read(folder, TARGET).shape.layer_kinds == ("sliding_attention", "sliding_attention", "full_attention")
-
-
-def test_copies_and_unused_projections_are_left_out(tmp_path: Path) -> None:
-    folder = tiny.save_assistant(tmp_path)
-    embedding = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
-    unused = {f"model.layers.0.self_attn.{name}.weight": torch.ones(3, 3) for name in ("k_proj", "v_norm")}
-    edit_tensors(folder, **{"lm_head.weight": torch.zeros_like(embedding)}, **unused)
-    assert torch.equal(read(folder, TARGET).tensors["lm_head.weight"], embedding)
-    edit_config(folder, tie_word_embeddings=False)
-    assert not read(folder, TARGET).tensors["lm_head.weight"].any()
-
-
-@pytest.mark.parametrize("is_ordered", [False, True], ids=["plain", "ordered"])
-def test_a_folder_is_written_as_it_was_published(tmp_path: Path, is_ordered: bool) -> None:
-    """The rewritten folder loads here, and in transformers' class with equal weights."""
-    stored = read(tiny.save_assistant(tmp_path / "published", is_ordered), TARGET)
-    write(tmp_path / "written", METHOD.name, stored.shape, stored.tensors)
-    again = read(tmp_path / "written", TARGET)
-    assert again.shape == stored.shape
-    assert all(torch.equal(again.tensors[name], tensor) for name, tensor in stored.tensors.items())
-    published, written = (load_file(tmp_path / name / "model.safetensors").keys() for name in ("published", "written"))
-    assert published == written
-
-
-@pytest.mark.parametrize(
-    ("text", "changes", "message"),
-    [
-        ({"hidden_size_per_layer_input": 256}, {}, "sets hidden_size_per_layer_input to 256, and only 0 is supported"),
-        ({"hidden_activation": "silu"}, {}, "only 'gelu_pytorch_tanh' is supported"),
-        ({"layer_types": ["full_attention"]}, {}, "layer_types in config.json has to be 3 of"),
-        ({"layer_types": ["chunked_attention"] * 3}, {}, "layer_types in config.json has to be 3 of"),
-        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, {}, "no rope_theta for sliding_attention"),
-        (
-            {"rope_parameters": {"sliding_attention": {"rope_theta": 1e4, "rope_type": "yarn"}}},
-            {},
-            "rope_type 'yarn' is not supported",
-        ),
-        ({"rms_norm_eps": 2}, {}, "rms_norm_eps in config.json is 2"),
-        ({"num_attention_heads": 0}, {}, "num_attention_heads to a positive number, not 0"),
-        ({"num_attention_heads": 3}, {}, "q_proj.weight is .64, 24. and has to be .48, 24."),
-        ({"sliding_window": -1}, {}, "sliding_window to a positive number"),
-        ({}, {"num_centroids": 7}, "num_centroids has to divide"),
-        ({}, {"centroid_intermediate_top_k": 9}, "centroid_intermediate_top_k is at most"),
-        ({}, {"use_ordered_embeddings": False}, "no place for masked_embedding.centroids.weight"),
-    ],
-)
-def test_settings_that_are_not_supported_are_named(tmp_path: Path, text: Any, changes: Any, message: str) -> None:
-    folder = tiny.save_assistant(tmp_path, is_ordered=True)
-    edit_config(folder, text, **changes)
-    with pytest.raises(ForedraftError, match=message):
-        read(folder, TARGET)
-
-
-def test_damaged_folders_are_refused(tmp_path: Path) -> None:
-    folder = tiny.save_assistant(tmp_path, is_ordered=True)
-    with pytest.raises(ForedraftError, match="target with hidden size 32, and the-target has 48"):
-        read(folder, TargetInfo("the-target", 48, tiny.VOCAB, 4))
-    with pytest.raises(ForedraftError, match="target with vocabulary size 96, and the-target has 97"):
-        read(folder, TargetInfo("the-target", 32, 97, 4))
-    edit_tensors(folder, **{"masked_embedding.token_ordering": torch.zeros(tiny.VOCAB, dtype=torch.int64)})
-    with pytest.raises(ForedraftError, match="no order of all 96 tokens"):
-        read(folder, TARGET)
-    edit_tensors(folder, drop="model.layers.1.layer_scalar")
-    with pytest.raises(ForedraftError, match=r"layers\.1\.layer_scalar is missing"):
-        read(folder, TARGET)
-    edit_config(folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "text_config"}))
-    with pytest.raises(ForedraftError, match="has no text_config"):
-        read(folder, TARGET)
-
-
-@pytest.mark.parametrize(
-    ("engine", "name"), [("vllm", "mtp"), ("sglang", "NEXTN"), ("trtllm", "MTP"), ("llama.cpp", "draft-mtp")]
-)
-def test_engines_load_the_published_folder(engine: str, name: str) -> None:
-    counterpart = find_counterpart(METHOD, load_engines()[engine])
-    assert (counterpart.name, counterpart.export) == (name, None)

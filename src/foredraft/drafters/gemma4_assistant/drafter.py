@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from foredraft.drafters.common.last_hidden_state import LastHiddenStates, stack_states
+from foredraft.drafters.common.last_hidden_state import LastHiddenStates, can_run_native, stack_states
 from foredraft.drafters.common.level_loop import GrowingDraft, LevelStates, grow_levels, start_builder
 from foredraft.drafters.common.mismatch_warning import MismatchDetector
 from foredraft.drafters.common.tree_builder import NodeLogits, TreeSpec
@@ -81,7 +81,7 @@ class Gemma4Assistant:
             attach=bind_weakly(self.attach),
             is_chain=tree_spec.is_chain,
             silence_mismatch=self.mismatch_detector.silence,
-            is_native=False,
+            is_native=can_run_native(context),
         )
 
     def attach(self, target: HFModel) -> None:

@@ -2,18 +2,20 @@
 
 from foredraft.checkpoints.formats import CheckpointFormat, LayoutOrder, StoredLayout
 from foredraft.checkpoints.schema import Checkpoint
+from foredraft.drafters.common.last_hidden_state import can_run_native
 from foredraft.drafters.common.target_access import require_target
 from foredraft.drafters.common.tree_builder import TreeOptions as Config
 from foredraft.drafters.counterpart import VLLM_SAMPLED, Counterpart
 from foredraft.drafters.gemma4_assistant import checkpoint
 from foredraft.drafters.gemma4_assistant.drafter import Gemma4Assistant
-from foredraft.drafters.gemma4_assistant.network import load_network
+from foredraft.drafters.gemma4_assistant.network import AssistantNetwork, load_network
 from foredraft.drafters.gemma4_assistant.shape import AssistantShape
 from foredraft.drafters.gemma4_assistant.target_kv import find_target_layers
 from foredraft.drafters.gemma4_assistant.variants import VARIANTS
 from foredraft.drafters.method import DrafterContext, Method
 from foredraft.errors import ForedraftError
 from foredraft.models.hf import HFModel
+from foredraft.models.packed_linear import pack_linears
 
 
 def from_checkpoint(config: Config, stored: Checkpoint, context: DrafterContext) -> Gemma4Assistant:
@@ -24,6 +26,8 @@ def from_checkpoint(config: Config, stored: Checkpoint, context: DrafterContext)
     """
     target = _require_pages(context)
     network = load_network(stored).to(context.device, context.dtype).eval()
+    if can_run_native(context):
+        network = pack_linears(network, None, is_owned=True, run_probe=AssistantNetwork.probe)
     layers = find_target_layers(network.shape, target, stored.folder)
     return Gemma4Assistant(network, target, layers, config.to_tree_spec(context.num_speculative_tokens), context)
 

@@ -145,6 +145,15 @@ class AssistantNetwork(nn.Module):
             return self.lm_head(hidden)  # type: ignore[no-any-return]
         return self.masked_embedding(hidden, self.lm_head.weight)  # type: ignore[no-any-return]
 
+    def get_output_embeddings(self) -> nn.Module:
+        """Return the output matrix, under the name that transformers' models have for it."""
+        return self.lm_head
+
+    @torch.no_grad()
+    def probe(self) -> Tensor:
+        """Compute logits once, which shows whether the output matrix is read without its module."""
+        return self.compute_logits(self.norm.weight[None])
+
 
 def load_network(checkpoint: Checkpoint) -> AssistantNetwork:
     """Make a network with the tensors of a checkpoint."""
