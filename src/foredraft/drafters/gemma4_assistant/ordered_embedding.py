@@ -29,6 +29,7 @@ class OrderedEmbedding(nn.Module):
         """Compute logits [R, V] with an output matrix [V, H]; tokens of other clusters have -inf."""
         tokens = self.select_tokens(hidden)
         rows = weight.index_select(0, tokens.flatten()).view(*tokens.shape, -1)  # [R, W, H]
-        selected = torch.bmm(rows, hidden[..., None])[..., 0]  # einsum takes 20 times as long in bfloat16 on CPU
+        # measured in bfloat16 on CPU: a tenth of the time of einsum
+        selected = torch.bmm(rows, hidden[..., None])[..., 0]
         every = selected.new_full((len(hidden), len(weight)), -torch.inf)
         return every.scatter_(1, tokens, selected)
