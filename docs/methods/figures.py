@@ -436,6 +436,27 @@ def mtp() -> Figure:
     return f
 
 
+def gemma4_assistant() -> Figure:
+    f = Figure("Gemma-4 assistant: layers of queries alone read the target's own keys and values", 276)
+    f.note(16, 30, "token")
+    f.note(16, 60, "state before it")
+    f.box(130, 10, "x", "token")
+    state = f.box(130, 40, "h", "state")
+    f.row(210, 10, ["d1", "d2"], "draft", 46, 34)
+    own = f.row(210, 40, ["f1", "f2"], "part", 46, 34)
+    layers = f.box(110, 124, "projection, layers of queries,\nall at the position of x", "part", 240, 52)
+    for box in (state, *own):
+        f.arrow(box.bottom, (box.bottom[0], 124))
+    memory = f.box(400, 112, "target's KV cache:\nlast sliding layer,\nlast full layer", "target", 150, 76)
+    f.arrow(memory.left, layers.right)
+    head = f.box(590, 124, "own\noutput matrix", "part", 110, 52)
+    f.arrow(layers.bottom, head.bottom, 225)
+    out = f.box(620, 25, "d3", "draft")
+    f.arrow(head.top, out.bottom)
+    f.note(110, 238, "f1, f2: outputs of the assistant, projected to the width of the target")
+    return f
+
+
 def ensemble() -> Figure:
     f = Figure("Ensemble: a selector decides which members draft for a request, or merges their drafts", 250)
     text = f.box(16, 24, "member 1: suffix", "part", 150, 36)
@@ -461,7 +482,8 @@ FIGURES: dict[str, Callable[[], Figure]] = {
     draw.__name__: draw
     for draw in (
         ngram, suffix, lookahead, token_recycling, aggressive, ngram_lm, draft_model, early_exit, medusa, blockwise,
-        mlp_speculator, hydra, chimera, eagle, eagle3, dflash, mtp, ensemble,
+        mlp_speculator, hydra, chimera, eagle, eagle3, dflash, mtp, gemma4_assistant,
+        ensemble,
     )
 }  # fmt: skip
 

@@ -20,10 +20,9 @@ from tests.support.requests import change_options
 PROMPTS = [[33], [50] * 5, [61, 62, 63, 64, 61, 62]]
 GREEDY = Sampling(max_tokens=14, temperature=0, ignore_eos=True)
 SAMPLED = Sampling(max_tokens=14, temperature=0.6, top_p=0.9, seed=11, ignore_eos=True)
+ONE_STATE = ("medusa", "mlp_speculator", "blockwise", "hydra", "gemma4_assistant")
 ON_STATES = [
-    name
-    for name in METHOD_CASES
-    if name.split(",")[0] in ("eagle", "eagle3", "dflash", "chimera", "medusa", "mlp_speculator", "blockwise", "hydra")
+    name for name in METHOD_CASES if name.split(",")[0] in ("eagle", "eagle3", "dflash", "chimera", *ONE_STATE)
 ]
 
 

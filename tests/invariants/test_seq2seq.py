@@ -24,8 +24,9 @@ from tests.support import tiny_seq2seq
 from tests.support.seq2seq_cases import ENSEMBLES, MADE, OTHER_PAIR, Make, make_pair_factory
 
 # Compositions are made of these. An exit from a decoder with cross-attention is refused, and so is one more layer of
-# its class: tests/train/test_seq2seq_runs.py.
-ELSEWHERE = {"compose", "early_exit", "mtp"}
+# its class: tests/train/test_seq2seq_runs.py. Assistants are of decoder-only targets:
+# tests/drafters/gemma4_assistant/test_assistant.py.
+ELSEWHERE = {"compose", "early_exit", "gemma4_assistant", "mtp"}
 TEXTS = MADE | ENSEMBLES
 
 

@@ -28,6 +28,7 @@ from foredraft.request import Request
 from foredraft.verification.registry import RULES
 from tests.support import tiny_models, tiny_vocabularies
 from tests.support.devices import TEST_DEVICE
+from tests.support.gemma4_assistants import AssistantCase
 from tests.support.tiny_heads import HeadCase
 
 
@@ -123,6 +124,12 @@ def _make_copying(method: Method, variant: Variant) -> CaseMaker:
     return make
 
 
+def _make_assistant(method: Method, variant: Variant) -> CaseMaker:
+    """Draft with an assistant that is fitted to the target first; the variant of that name has ordered embeddings."""
+    case = AssistantCase(method, is_ordered=variant.name == "ordered")
+    return lambda k, llm=None: case.make_drafter(k, llm, **variant.options(k))
+
+
 @cache
 def perturb_otherwise() -> LlamaForCausalLM:
     return tiny_models.perturb(tiny_models.target(), 0.06, seed=2)
@@ -157,6 +164,7 @@ OTHER_PARTS: dict[str, CaseMaker] = {
 SETUPS: dict[str, Callable[[Method, Variant], CaseMaker]] = {
     "": _make_plain,
     "draft model": _make_draft_model,
+    "assistant": _make_assistant,
     "edited source": _make_copying,
     "members": _make_ensemble,
 }

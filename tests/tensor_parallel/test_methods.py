@@ -9,6 +9,7 @@ from functools import cache
 import pytest
 
 from foredraft import LLM, Completion, Sampling
+from foredraft.errors import ForedraftError
 from foredraft.llm import MemoryLimits
 from tests.support import tiny_models
 from tests.support.method_cases import METHOD_CASES
@@ -18,6 +19,8 @@ GREEDY = Sampling(max_tokens=12, temperature=0, ignore_eos=True)
 SEEDED = Sampling(max_tokens=12, temperature=0.6, top_p=0.9, repetition_penalty=1.05, seed=11, ignore_eos=True)
 PREFIX = [(7 * i) % 31 + 4 for i in range(24)]
 SETTINGS = [GREEDY, GREEDY, SEEDED, SEEDED]
+# Assistants read the target's keys of all heads, and a process has those of its own heads.
+ON_ALL_HEADS = [name for name in METHOD_CASES if name.startswith("gemma4_assistant")]
 
 
 @cache
@@ -29,7 +32,7 @@ def get_tokens(completions: list[Completion]) -> list[list[int]]:
     return [c.token_ids for c in completions]
 
 
-@pytest.mark.parametrize("name", METHOD_CASES)
+@pytest.mark.parametrize("name", [name for name in METHOD_CASES if name not in ON_ALL_HEADS])
 def test_texts_of_two_processes_are_those_of_one(parallel: LLM, name: str) -> None:
     METHOD_CASES[name].prepare(PROMPTS, parallel)
     llm = parallel.with_drafter(METHOD_CASES[name].make(4, parallel), verify="match")
@@ -37,6 +40,12 @@ def test_texts_of_two_processes_are_those_of_one(parallel: LLM, name: str) -> No
     assert get_tokens(done) == generate_expected()
     assert sum(c.stats.num_drafted for c in done) > 0
     assert llm.engine.drafter.num_failures == 0
+
+
+@pytest.mark.parametrize("name", ON_ALL_HEADS)
+def test_a_drafter_on_the_keys_of_all_heads_is_refused(parallel: LLM, name: str) -> None:
+    with pytest.raises(ForedraftError, match="several processes share those of target; leave tensor_parallel_size"):
+        METHOD_CASES[name].make(4, parallel)
 
 
 @pytest.mark.parametrize("name", ["draft_model, tree", "early_exit"])

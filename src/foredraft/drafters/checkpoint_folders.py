@@ -7,10 +7,11 @@ from typing import Any
 from torch import Tensor
 
 from foredraft.checkpoints.export import ExportResult, export_drafter
-from foredraft.checkpoints.formats import CheckpointFormat
+from foredraft.checkpoints.formats import CheckpointFormat, LayoutOrder
 from foredraft.checkpoints.read import read_folder, recognise_folder
 from foredraft.checkpoints.schema import Checkpoint, TargetInfo
 from foredraft.checkpoints.target import ExportTarget
+from foredraft.checkpoints.tensors import StoredTensor, TensorFiles
 from foredraft.checkpoints.write import save
 from foredraft.drafters.method import Method
 from foredraft.drafters.registry import load_methods
@@ -49,6 +50,34 @@ def read(folder: str | Path, target: TargetInfo, method: str | Method | None = N
     """
     extra = method if isinstance(method, Method) else None
     return read_folder(folder, target, list_formats(extra), extra.name if extra else str(method) if method else None)
+
+
+def recognise_loaded(model: Any) -> str | None:
+    """Return the method of a loaded transformers model, if its configuration declares a head; None otherwise."""
+    names, config = list(model.state_dict()), model.config.to_dict()
+    for method, found in list_formats().items():
+        if any(entry.order == LayoutOrder.DECLARED and entry.matches(names, config) for entry in found.layouts):
+            return method
+    return None
+
+
+def read_loaded(model: Any, target: TargetInfo, method: Method) -> Checkpoint:
+    """Read a head that is a loaded transformers model, and check it against its target. The weights are copied.
+
+    Args:
+        model: Loaded model.
+        target: Target that the drafter must fit.
+        method: Method that the caller expects.
+
+    Raises:
+        ForedraftError: if the model is no head of this method, or made for another target.
+    """
+    name, config = getattr(model, "name_or_path", "") or type(model).__name__, model.config.to_dict()
+    stored = {key: StoredTensor(Path(name), tuple(x.shape), x.dtype, x.cpu()) for key, x in model.state_dict().items()}
+    for entry in () if method.checkpoint is None else method.checkpoint.layouts:
+        if entry.read is not None and entry.matches(list(stored), config):
+            return entry.read(TensorFiles(name, stored), config, target)
+    raise ForedraftError(f"the loaded {type(model).__name__} is no head of the method {method.name}")
 
 
 def write(

@@ -33,8 +33,8 @@ class DrafterSpec:
         draft_kv: KV cache of the drafter: tensors of its own, addressed by the target's page ids. Default None.
         decides_length: True if the drafter itself weighs the gain of a draft against its cost. `LLM` then uses
             `LossBudgetPolicy` (`loss_budget.py`) for adaptive lengths. Default False.
-        shares_target_kv: True if the drafter reads and writes the target's KV pool. It may write only behind the
-            committed tokens, where the verifying pass writes again. This is not checked. Default False.
+        shares_target_kv: True if the drafter reads the target's KV pool. It may write there only behind the committed
+            tokens, where the verifying pass writes again. This is not checked. Default False.
         attach: function that gives the target to a drafter with `shares_target_kv`. `LLM` calls it once, before
             the first step. It raises ForedraftError for a target that the drafter cannot use. Default None.
         reads_commits: False if `observe` does nothing; it is then not called. Default True.

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
 from foredraft.drafter_factory import find_default_method
+from foredraft.drafters.checkpoint_folders import recognise_loaded
 from foredraft.errors import ForedraftError
 from foredraft.hf_generate.caller import read_caller
 from foredraft.hf_generate.plan import GenerationPlan, make_plan
@@ -157,7 +158,7 @@ class Speculation:
             if assistant is not None:
                 if drafter != DEFAULT_DRAFTER:
                     raise ForedraftError("an assistant_model and a drafter were given; leave one out")
-                drafter = {"method": "draft_model", "model": assistant}
+                drafter = {"method": recognise_loaded(assistant) or "draft_model", "model": assistant}
             elif drafter == DEFAULT_DRAFTER:
                 drafter = find_default_method(None)
             engines[key] = LLM(

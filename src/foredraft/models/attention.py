@@ -5,6 +5,7 @@ reach it as keyword arguments of the model. transformers builds no mask for a na
 forward batch provides the mask.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from transformers import AttentionInterface
 
 from foredraft.kernels.attention import can_attend
 from foredraft.kernels.operators import attend
+from foredraft.kv.int8_rows import dequantize_rows
 from foredraft.kv.pool import KVPool
 from foredraft.models.forward_batch import MAX_PADDED_ROWS, AttentionGroup, ForwardBatch
 from foredraft.models.padded_rows import PaddedRows
@@ -34,6 +36,16 @@ def read_implementations(model: Any) -> dict[str, str]:
         if sub_config is not None and sub_config._attn_implementation is not None:  # None: no such part was made
             names[key] = sub_config._attn_implementation
     return names
+
+
+@dataclass(frozen=True)
+class PageAttention:
+    """Settings of an attention over pages."""
+
+    scale: float  # factor of the scores
+    sliding_window: int | None = None  # maximum number of positions that a row sees, its own included; None = all
+    softcap: float | None = None
+    sinks: Tensor | None = None  # [Hq]
 
 
 def paged_attention(
@@ -65,37 +77,65 @@ def paged_attention(
     layer = int(module.layer_idx) if attention_cache is None else attention_cache.attention_layer  # type: ignore[arg-type]
     packed_keys, packed_values = key[0].transpose(0, 1), value[0].transpose(0, 1)  # [T, Hkv, D]
     keys, values = pool.write(layer, forward_batch.write_slots, packed_keys, packed_values, forward_batch.num_slots)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     packed = query[0].transpose(0, 1)  # [T, Hq, D]
-    if pool.is_native and s_aux is None and can_attend(packed, keys, values):
-        return attend(packed, keys, values, forward_batch.packed_rows, scale, sliding_window or 0, softcap or 0.0)[
-            None
-        ], None
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    attention = PageAttention(scale, sliding_window, softcap, s_aux)
+    return attend_pages(packed, keys, values, forward_batch, pool, attention)[None], None
+
+
+def attend_pages(
+    packed: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    rows: ForwardBatch | PaddedRows,
+    pool: KVPool,
+    attention: PageAttention,
+) -> Tensor:
+    """Attend over the pages of every request. Nothing is written.
+
+    Args:
+        packed: queries [T, Hq, D] of the rows, rotated.
+        keys: keys [S, Hkv, D] of one layer, as the pool stores them.
+        values: values [S, Hkv, Dv] of that layer.
+        rows: T packed rows.
+        pool: pool of the layer.
+        attention: settings.
+
+    Returns:
+        [T, Hq, Dv]; float32 from native kernels.
+    """
+    scale, window, softcap, sinks = attention.scale, attention.sliding_window, attention.softcap, attention.sinks
+    if pool.is_native and sinks is None and can_attend(packed, keys, values):
+        return attend(packed, keys, values, rows.packed_rows, scale, window or 0, softcap or 0.0)
     if pool.kernels is not None and pool.kernels.can_attend(packed, keys, values):
-        rows, window = forward_batch.device_rows, sliding_window or 0
-        return pool.kernels.attend(packed, keys, values, rows, scale, window, softcap or 0.0, s_aux)[None], None
+        return pool.kernels.attend(packed, keys, values, rows.device_rows, scale, window or 0, softcap or 0.0, sinks)
     out: Tensor | None = None
-    for group in forward_batch.attention_groups:
-        k, v = _gather(keys, group), _gather(values, group)
+    for group in rows.attention_groups:
         q = packed[None] if group.rows is None else packed[group.rows]
-        if softcap is None and s_aux is None:
-            o = _attend_sdpa(q, k, v, group, sliding_window, scale)
+        k, v = _gather(keys, group, q.dtype), _gather(values, group, q.dtype)
+        if softcap is None and sinks is None:
+            o = _attend_sdpa(q, k, v, group, window, scale)
         else:
-            o = attend_explicit(q, k, v, group.get_bias(sliding_window, q.dtype), scale, softcap, s_aux)
+            o = attend_explicit(q, k, v, group.get_bias(window, q.dtype), scale, softcap, sinks)
         if group.rows is None:
-            return o.contiguous(), None  # some models call `view` on it
+            return o[0].contiguous()  # some models call `view` on it
         if out is None:
             out = o.new_empty(len(packed), *o.shape[2:])
         out[group.rows.flatten()] = o.flatten(0, 1)
     assert out is not None, "a forward batch without rows"
-    return out[None], None
+    return out
 
 
-def _gather(cached: Tensor, group: AttentionGroup) -> Tensor:
-    """Gather cached keys or values [b, L, H, D]. The result is a view if the slots are contiguous."""
+def _gather(cached: Tensor, group: AttentionGroup, dtype: torch.dtype) -> Tensor:
+    """Gather cached keys or values [b, L, H, D]. The result is a view if the slots are contiguous.
+
+    Rows of an int8 pool become numbers of `dtype`.
+    """
     if isinstance(group.slots, slice):
-        return cached[group.slots][None]
-    return cached.index_select(0, group.slots.flatten()).view(*group.slots.shape, *cached.shape[1:])
+        rows = cached[group.slots][None]
+    else:
+        rows = cached.index_select(0, group.slots.flatten()).view(*group.slots.shape, *cached.shape[1:])
+    return dequantize_rows(rows, dtype) if rows.dtype == torch.int8 else rows
 
 
 def _attend_sdpa(

@@ -157,6 +157,11 @@ class HFModel(ModelFacts):
         return self.recorded.row_buckets
 
     @property
+    def has_whole_kv(self) -> bool:
+        """Whether the pool of this process holds the keys and values of all heads."""
+        return True
+
+    @property
     def has_encoder(self) -> bool:
         """Whether the model has an encoder, so every request needs a source."""
         return False

@@ -51,6 +51,11 @@ class ParallelLM(HFModel):
         """Matrix [V, H] of the head; collected from all ranks at first use."""
         return self.group.gather(self.model, self.model.get_output_embeddings().weight)
 
+    @property
+    def has_whole_kv(self) -> bool:
+        """False: every rank holds the keys and values of its own heads."""
+        return False
+
     def bytes_per_token(self) -> int:
         """Return the KV bytes of one token on the device of this process, which the ranks share on CPU."""
         return super().bytes_per_token() * (self.group.size if self.device.type == "cpu" else 1)

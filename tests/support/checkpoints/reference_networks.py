@@ -291,3 +291,75 @@ def eagle3(
         if len(features) == len(tokens):
             return normed @ lm_head.T, following
         features = torch.cat([features, following[-1:]])
+
+
+@dataclass(frozen=True)
+class AssistantFlags:
+    """Numbers of a Gemma-4 assistant's config."""
+
+    heads: int
+    kinds: tuple[str, ...]
+    window: int  # of layers of kind sliding_attention
+    theta: Mapping[str, float]
+    rotated: Mapping[str, float]  # share of a head that turns
+    clusters: int = 0  # 0 = all tokens have logits
+    selected: int = 0
+    eps: float = 1e-6
+
+
+def gelu(x: Tensor) -> Tensor:
+    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def turn_at(x: Tensor, position: int, theta: float, rotated: float) -> Tensor:
+    """[heads, D] at one position: the first of the pairs (i, i + D/2) turn by position / theta^(2i/D)."""
+    half, out = x.shape[-1] // 2, x.clone()
+    for i in range(int(rotated * x.shape[-1] // 2)):
+        angle = position / theta ** (2 * i / (2 * half))
+        a, b = x[:, i], x[:, i + half]
+        out[:, i] = a * math.cos(angle) - b * math.sin(angle)
+        out[:, i + half] = b * math.cos(angle) + a * math.sin(angle)
+    return out
+
+
+def assistant(
+    w: Weights, embedding: Tensor, state: Tensor, kv: Mapping[str, tuple[Tensor, Tensor]], flags: AssistantFlags
+) -> tuple[Tensor, Tensor]:
+    """Logits [V] after a token, and the next state, from its scaled embedding [B] and the state [B] before it.
+
+    `kv` has the target's rotated keys and its values [L, Hkv, D] by kind of layer, of the L tokens before the root. The
+    root is at position L.
+    """
+    x = w["pre_projection.weight"] @ torch.cat([embedding, state])
+    for i, kind in enumerate(flags.kinds):
+        keys, values = kv[kind]
+        name, length = f"model.layers.{i}", len(keys)
+        read = rms(x, w[f"{name}.input_layernorm.weight"], flags.eps)
+        q = rms(
+            (w[f"{name}.self_attn.q_proj.weight"] @ read).view(flags.heads, -1),
+            w[f"{name}.self_attn.q_norm.weight"],
+            flags.eps,
+        )
+        q = turn_at(q, length, flags.theta[kind], flags.rotated[kind])
+        first = max(0, length - 1 - flags.window) if kind == "sliding_attention" else 0
+        mixed = []
+        for head in range(flags.heads):
+            of = head // (flags.heads // keys.shape[1])
+            share = torch.softmax(keys[first:, of] @ q[head], 0)
+            mixed.append(share @ values[first:, of])
+        y = w[f"{name}.self_attn.o_proj.weight"] @ torch.cat(mixed)
+        x = x + rms(y, w[f"{name}.post_attention_layernorm.weight"], flags.eps)
+        read = rms(x, w[f"{name}.pre_feedforward_layernorm.weight"], flags.eps)
+        y = gelu(w[f"{name}.mlp.gate_proj.weight"] @ read) * (w[f"{name}.mlp.up_proj.weight"] @ read)
+        y = w[f"{name}.mlp.down_proj.weight"] @ y
+        x = (x + rms(y, w[f"{name}.post_feedforward_layernorm.weight"], flags.eps)) * w[f"{name}.layer_scalar"]
+    h = rms(x, w["model.norm.weight"], flags.eps)
+    logits, rows = w["model.embed_tokens.weight"] @ h, w.get("masked_embedding.token_ordering")
+    if rows is not None:
+        allowed = rows.view(flags.clusters, -1)[
+            (w["masked_embedding.centroids.weight"] @ h).topk(flags.selected).indices
+        ]
+        masked = torch.full_like(logits, -math.inf)
+        masked[allowed.flatten()] = logits[allowed.flatten()]
+        logits = masked
+    return logits, w["post_projection.weight"] @ h

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from foredraft.checkpoints.schema import Checkpoint, TargetInfo
 from foredraft.checkpoints.target_identity import find_bundled_target, is_other_target
-from foredraft.drafters.checkpoint_folders import read
+from foredraft.drafters.checkpoint_folders import read, read_loaded
 from foredraft.drafters.method import DrafterContext, Method
 from foredraft.errors import ForedraftError
 from foredraft.kernels.linear import PackedWeight
@@ -36,13 +36,18 @@ def load_checkpoint(context: DrafterContext, method: Method) -> Checkpoint:
     Raises:
         ForedraftError: without a head or a target, or if the head is of another method or does not fit the target.
     """
+    if context.loaded_model is not None and context.target is not None:
+        return read_loaded(context.loaded_model, describe_target(context.target), method)
     name = context.model or context.builtin_drafter
     if name is None and method.read_from_target is not None and context.target is not None:
         return method.read_from_target(context)
     if name is None:
+        source = f"`foredraft train {method.name}` makes one"
+        if method.training is None:
+            source = "it is a published folder, as no training makes one here"
         raise ForedraftError(
             f"the method {method.name} needs a head trained for this target: give --spec-model PATH (or {{'model': "
-            f"PATH}}); `foredraft train {method.name}` makes one"
+            f"PATH}}); {source}"
         )
     if context.target is None:
         raise ForedraftError(f"the method {method.name} reads the target's states; give Context a target")

@@ -18,6 +18,7 @@ from foredraft.kernels.cpu.records import KV_KINDS, LayerRecord, ModelRecord, Pa
 from foredraft.kernels.linear import PackedWeight
 from foredraft.kernels.scratch import ScratchPool
 from foredraft.kernels.tuning import tune_products
+from foredraft.kv.int8_rows import SCALE_BYTES
 from foredraft.kv.pool import KVPool
 from foredraft.models.forward_batch import ForwardBatch
 from foredraft.models.grid_linear import GridLinear, pack_joined, take_only
@@ -27,7 +28,6 @@ from foredraft.models.native.packing import ACTIVATIONS, LANES, DecoderPacker, P
 from foredraft.models.native.rotary import RotaryTables
 
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # rope types whose factors do not depend on the sequence length
-SCALE_BYTES = 4  # of the scale of a head's keys or values in int8
 MIN_ROTARY_POSITIONS = 1024  # positions of the first rotary table
 
 
