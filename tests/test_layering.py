@@ -19,7 +19,7 @@ MAX_FILE, MAX_FUNCTION = 400, 60
 LAYERS = (
     ("errors",),
     ("kernels",),
-    ("files", "tokenization", "zoo", "chat", "outputs", "sampling", "source", "path_features", "tree"),
+    ("files", "tokenization", "zoo", "chat", "loaded_adapter", "outputs", "sampling", "source", "path_features", "tree"),
     ("verification",),
     ("draft_length",),
     ("request", "request_options", "request_spec"),
@@ -29,7 +29,7 @@ LAYERS = (
     ("drafters",),
     ("engine", "simulation"),
     ("drafter_factory", "request_factory", "target_loading"),
-    ("engine_setup", "completion_generator"),
+    ("engine_setup", "completion_generator", "target_holder"),
     ("llm",),
     ("bench", "certify", "hf_generate", "server", "train", "vllm"),
     ("batch", "doctor", "handover", "replicas"),

@@ -8,8 +8,20 @@
 
 enum { EPILOGUE_STORE, EPILOGUE_ADD, EPILOGUE_GATE, EPILOGUE_SCATTER };
 
+/* What adapters add to one product of a layer; rows NULL = nothing. */
+typedef struct {
+    const fd_adapted *rows;
+    int layer, product;
+} change;
+
+#define NO_CHANGE ((change){0})
+
+INLINE const fd_low_rank *find_low_rank(const change *c, int place) {
+    return &c->rows->change[place][c->layer].of[c->product];
+}
+
 /* STORE: out = scale * y. ADD: out += scale * y. GATE: a panel is 16 gates and 16 values, and gives 16 outputs. SCATTER:
- * ADD to row to_row[row], with the row's own scale. In all of them y includes the bias. */
+ * ADD to row to_row[row], with the row's own scale. In all of them y includes the bias and what adapters add. */
 typedef struct {
     int mode, activation, n;
     float *out;
@@ -19,6 +31,7 @@ typedef struct {
     const int32_t *to_row; /* SCATTER */
     const float *row_scale;
     float alpha, limit; /* GATE with the activation CLAMPED */
+    change added;       /* not in SCATTER */
 } epilogue;
 
 INLINE vf apply_gate(const epilogue *e, vf x, vf y) {
@@ -29,11 +42,29 @@ INLINE vf apply_gate(const epilogue *e, vf x, vf y) {
     return (y + 1.0f) * (x * vsigmoid(e->alpha * x));
 }
 
+/* Adds B (A x) of a row's adapter to a panel. Every sum is one chain over the rank, whatever the other rows are. */
+static void add_low_rank(const change *c, int panel, long row, float *y) {
+    int place = c->rows->place[row];
+    if (place < 0) return;
+    const fd_low_rank *m = find_low_rank(c, place);
+    if (!m->a.n) return;
+    for (int part = 0; part < FD_PANEL / FD_BLOCK; part++, y += FD_BLOCK) {
+        int block = panel * (FD_PANEL / FD_BLOCK) + part, width = m->width[block];
+        const float *b = m->b + m->offset[block], *x = c->rows->inner + (long)place * c->rows->max_rank + m->column[block];
+        for (int i = 0; i < FD_BLOCK; i += LANES) {
+            vf sum = {0};
+            for (int j = 0; j < width; j++) sum = multiply_add(load(b + j * FD_BLOCK + i), broadcast(x[j]), sum);
+            store(y + i, load(y + i) + sum);
+        }
+    }
+}
+
 /* Writes one panel's 32 results of one row. */
 static void apply_epilogue(const epilogue *e, int panel, long row, float *y) {
     int first = panel * FD_PANEL, count = e->n - first < FD_PANEL ? e->n - first : FD_PANEL;
     if (e->bias)
         for (int i = 0; i < count; i++) y[i] += e->bias[first + i];
+    if (e->added.rows) add_low_rank(&e->added, panel, row, y);
     if (e->mode == EPILOGUE_GATE) {
         float *out = e->out + row * e->stride + panel * (FD_PANEL / 2);
         for (int i = 0; i < FD_PANEL / 2; i += LANES)
