@@ -94,12 +94,13 @@ class TestOutputs:
         from peft import LoraConfig, PeftModel, get_peft_model
 
         config = CONFIGS["mixtral"]() if family == "mixtral" else FAMILIES[family]()
-        config.update({"hidden_size": 64, "eos_token_id": None})
+        config.update({"hidden_size": 64, "head_dim": 16, "eos_token_id": None})
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config).float().eval()
+        of_mlp = {} if family == "mixtral" else {"down_proj": 5}  # its experts are no modules
         lora = LoraConfig(
-            r=4, lora_alpha=6, target_modules=["q_proj", "k_proj", "o_proj", "up_proj", "down_proj"], use_rslora=True,
-            rank_pattern={"layers.1.self_attn.q_proj": 3, "down_proj": 5}, alpha_pattern={"o_proj": 9},
+            r=4, lora_alpha=6, target_modules=["q_proj", "k_proj", "o_proj", *of_mlp], use_rslora=True,
+            rank_pattern={"layers.1.self_attn.q_proj": 3} | of_mlp, alpha_pattern={"o_proj": 9},
         )  # fmt: skip
         adapted = get_peft_model(copy.deepcopy(model), lora)
         for name, parameter in adapted.named_parameters():
@@ -164,13 +165,12 @@ class TestBatches:
 
     @EACH_FORM
     @pytest.mark.parametrize("drafter", ["ngram", "early_exit", "draft_model"])
-    def test_drafts_change_nothing(self, form, drafter, folders):
+    def test_drafts_change_nothing(self, form, drafter, folders, tmp_path):
         expected = generate(make_llm(form, folders), PROMPTS, NAMES, GREEDY)
-        spec: Any = {"method": drafter}
-        if drafter == "draft_model":  # trained for the base, which it mostly agrees with
-            spec = tiny_models.perturb(tiny_models.llama(hidden=64), 0.02).to(FORMS[form]["dtype"])
-        if drafter == "early_exit":
-            spec["exit_layer"] = 1
+        spec: Any = {"method": drafter} | ({"exit_layer": 1} if drafter == "early_exit" else {})
+        if drafter == "draft_model":  # of the base, with which it mostly agrees
+            spec["model"] = str(tmp_path)
+            tiny_models.perturb(tiny_models.llama(hidden=64), 0.02).to(FORMS[form]["dtype"]).save_pretrained(tmp_path)
         llm = make_llm(form, folders, spec, num_speculative_tokens=3)
         found = generate(llm, PROMPTS, NAMES, GREEDY)
         if form == "torch":
@@ -211,36 +211,37 @@ class TestBatches:
     @NATIVE
     def test_preemption_changes_nothing(self, folders):
         expected = list_results(generate(make_llm("native, bf16", folders), PROMPTS, NAMES, GREEDY))
-        llm = make_llm("native, bf16", folders, "ngram")
-        tiny_models.limit_memory(llm, 128)
-        assert list_results(generate(llm, PROMPTS, NAMES, GREEDY)) == expected
-        assert llm.engine.scheduler.num_preemptions > 0
+        limits = MemoryLimits(kv_tokens=108, page_size=4, max_batch=8, max_step_tokens=48)
+        llm = tiny_models.limit_memory(make_llm("native, bf16", folders), "ngram", limits, max_chunk=5)
+        assert list_results(generate(llm, PROMPTS * 2, NAMES * 2, GREEDY)) == expected * 2
+        assert llm.engine.scheduler.num_preempted > 0
+
+
+def run(llm: LLM, prompt: list[int], name: str | None) -> tuple[list[int], int]:
+    """Generate, and return the tokens and the number of prompt tokens that the prefix cache had."""
+    [transcript] = llm.prepare(prompt, SAMPLED, RequestOptions(adapter=name))
+    llm.engine.add(transcript)
+    while llm.engine.has_work:
+        llm.engine.step()
+    return list(transcript.request.output), transcript.request.num_cached_tokens or 0
 
 
 class TestPrefixCache:
     @NATIVE
     def test_pages_of_an_adapter_are_its_own(self, folders):
-        llm = make_llm("native, fp32", folders)
-        prompt = PROMPTS[2]
-        expected = {name: list_results(generate(make_llm("native, fp32", folders), [prompt], [name], SAMPLED)) for name in NAMES}
-        for name in (None, "one", "two"):
-            done = generate(llm, [prompt], [name], SAMPLED)
-            assert done[0].stats.num_cached_tokens == 0, name
-            assert list_results(done) == expected[name]
-        for name in (None, "one", "two"):
-            done = generate(llm, [prompt], [name], SAMPLED)
-            assert done[0].stats.num_cached_tokens > 0, name
-            assert list_results(done) == expected[name]
+        llm, prompt = make_llm("native, fp32", folders), PROMPTS[2]
+        every = (None, "one", "two")
+        expected = [run(make_llm("native, fp32", folders), prompt, name)[0] for name in every]
+        assert [run(llm, prompt, name) for name in every] == [(tokens, 0) for tokens in expected]
+        assert [run(llm, prompt, name) for name in every] == [(tokens, 64) for tokens in expected]
 
     @NATIVE
     def test_an_adapter_that_replaces_another_of_its_name_finds_none_of_its_pages(self, folders):
-        llm = make_llm("native, fp32", {"x": folders["one"]})
-        generate(llm, [PROMPTS[2]], ["x"], GREEDY)
+        llm, prompt = make_llm("native, fp32", {"x": folders["one"]}), PROMPTS[2]
+        run(llm, prompt, "x")
         llm.remove_adapter("x")
         llm.add_adapter("x", folders["two"])
-        found = generate(llm, [PROMPTS[2]], ["x"], SAMPLED)
-        assert found[0].stats.num_cached_tokens == 0
-        assert found[0].token_ids == generate(make_llm("native, fp32", folders), [PROMPTS[2]], ["two"], SAMPLED)[0].token_ids
+        assert run(llm, prompt, "x") == run(make_llm("native, fp32", folders), prompt, "two")
 
 
 class TestDrafters:
@@ -339,10 +340,11 @@ class TestRefusals:
 
     @NATIVE
     def test_native_code_names_a_module_that_it_cannot_change(self, tmp_path):
-        model = make_original("granitemoe", torch.float32)
-        folder = write_adapter(tmp_path, model, ["q_proj", "layer"])
-        with pytest.raises(ForedraftError, match=r"cannot change .*router\.layer for single requests"):
-            LLM(copy.deepcopy(model), None, fused=True, adapters={"x": folder})
+        model = make_base(torch.float32)
+        model.extra = nn.Linear(8, 8)
+        folder = write_adapter(tmp_path, model, ["q_proj", "extra"])
+        with pytest.raises(ForedraftError, match="cannot change extra for single requests; leave that module out"):
+            LLM(model, None, fused=True, adapters={"x": folder})
 
 
 @pytest.mark.parametrize(
