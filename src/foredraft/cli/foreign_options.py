@@ -193,6 +193,6 @@ SERVE_ONLY = {
         "--admin-key",
     )
 } | {
-    "--lora": f"{_MERGE}, or serve it with foredraft serve --lora NAME=FOLDER",
+    "--lora": f"{_MERGE}; foredraft serve, generate, chat and batch have --lora NAME=FOLDER",
     "--kv-memory": "the KV cache has a default size; foredraft serve sets it with --kv-memory",
 }
