@@ -42,21 +42,31 @@ INLINE vf apply_gate(const epilogue *e, vf x, vf y) {
     return (y + 1.0f) * (x * vsigmoid(e->alpha * x));
 }
 
-/* Adds B (A x) of a row's adapter to a panel. Every sum is one chain over the rank, whatever the other rows are. */
+#define CHAINS 4 /* sums over the rank side by side, because one chain would wait for every addition */
+
+/* Adds one block of B times `width` numbers x to y: column j goes to chain j % CHAINS, and the chains are added in order. */
+INLINE void add_block(const float *b, const float *x, int width, float *y) {
+    for (int i = 0; i < FD_BLOCK; i += LANES) {
+        vf sums[CHAINS] = {0};
+        int j = 0;
+        for (; j + CHAINS <= width; j += CHAINS)
+            _Pragma("GCC unroll 4") for (int c = 0; c < CHAINS; c++)
+                sums[c] = multiply_add(load(b + (j + c) * FD_BLOCK + i), broadcast(x[j + c]), sums[c]);
+        for (int c = 0; j < width; j++, c++) sums[c] = multiply_add(load(b + j * FD_BLOCK + i), broadcast(x[j]), sums[c]);
+        store(y + i, load(y + i) + ((sums[0] + sums[1]) + (sums[2] + sums[3])));
+    }
+}
+
+/* Adds B (A x) of a row's adapter to a panel. The order of the additions depends on the widths alone. */
 static void add_low_rank(const change *c, int panel, long row, float *y) {
     int place = c->rows->place[row];
     if (place < 0) return;
     const fd_low_rank *m = find_low_rank(c, place);
     if (!m->a.n) return;
-    for (int part = 0; part < FD_PANEL / FD_BLOCK; part++, y += FD_BLOCK) {
-        int block = panel * (FD_PANEL / FD_BLOCK) + part, width = m->width[block];
-        const float *b = m->b + m->offset[block], *x = c->rows->inner + (long)place * c->rows->max_rank + m->column[block];
-        for (int i = 0; i < FD_BLOCK; i += LANES) {
-            vf sum = {0};
-            for (int j = 0; j < width; j++) sum = multiply_add(load(b + j * FD_BLOCK + i), broadcast(x[j]), sum);
-            store(y + i, load(y + i) + sum);
-        }
-    }
+    const float *x = c->rows->inner + (long)place * c->rows->max_rank;
+    int first = panel * (FD_PANEL / FD_BLOCK);
+    _Pragma("GCC unroll 2") for (int i = first; i < first + FD_PANEL / FD_BLOCK; i++, y += FD_BLOCK)
+        add_block(m->b + m->offset[i], x + m->column[i], m->width[i], y);
 }
 
 /* Writes one panel's 32 results of one row. */
