@@ -7,7 +7,9 @@ from torch import Tensor
 
 from foredraft.kernels.low_rank import LowRankLayers
 
-LowRankProduct = Callable[[Tensor], Tensor]  # input rows [T, k] of a module -> what the adapter adds to its output [T, n]
+LowRankProduct = Callable[
+    [Tensor], Tensor
+]  # input rows [T, k] of a module -> what the adapter adds to its output [T, n]
 
 
 @dataclass(frozen=True, eq=False)  # compared by identity

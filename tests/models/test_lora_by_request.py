@@ -205,7 +205,9 @@ class TestBatches:
         sampling = Sampling(temperature=1.0, seed=1, n=3, max_tokens=12, ignore_eos=True)
         done = llm.generate([PROMPTS[0]], sampling, options=options)
         assert len({tuple(c.token_ids) for c in done}) > 1
-        first = llm.generate([PROMPTS[0]], Sampling(temperature=1.0, seed=1, max_tokens=12, ignore_eos=True), options=options)
+        first = llm.generate(
+            [PROMPTS[0]], Sampling(temperature=1.0, seed=1, max_tokens=12, ignore_eos=True), options=options
+        )
         assert done[0].token_ids == first[0].token_ids
 
     @NATIVE
@@ -364,7 +366,9 @@ def test_modules_are_chosen_as_by_peft(config, count, tmp_path):
     tensors = load_file(file)
     chosen = _choose_by_peft(model, config)
     assert len(chosen) == count
-    save_file({name: tensors[name] for name in tensors if name.split(".lora_")[0][len("base_model.model.") :] in chosen}, file)
+    save_file(
+        {name: tensors[name] for name in tensors if name.split(".lora_")[0][len("base_model.model.") :] in chosen}, file
+    )
     llm = make_llm("torch", {"x": folder})
     assert set(llm.target.adapters.find("x").modules) == chosen
 

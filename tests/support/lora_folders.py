@@ -16,7 +16,13 @@ ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_pro
 
 
 def write_adapter(
-    folder: Path, model: Any, modules: Sequence[str] = ALL, rank: int = 4, seed: int = 0, std: float = 0.1, **config: Any
+    folder: Path,
+    model: Any,
+    modules: Sequence[str] = ALL,
+    rank: int = 4,
+    seed: int = 0,
+    std: float = 0.1,
+    **config: Any,
 ) -> Path:
     """Write an adapter for the linear modules of a model whose paths end with these names.
 

@@ -118,7 +118,9 @@ class ModelHost:
             raise ApiError(409, "the last model cannot be unloaded; load another one first, or stop the server", "name")
         adapters = [other.settings.model_names[0] for other in self.models.services if _runs_in(other, service)]
         if adapters:
-            raise ApiError(409, f"adapters run in this model's engine; unload them first: {', '.join(adapters)}", "name")
+            raise ApiError(
+                409, f"adapters run in this model's engine; unload them first: {', '.join(adapters)}", "name"
+            )
         await self._run_to_end(self._unload(service))
         self._report(f"unloaded {name}")
 

@@ -78,7 +78,9 @@ class LoraConfig:
                 layer_lists=_read_list(content.get("layers_pattern") or ()),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ForedraftError(f"{folder}: {CONFIG_FILE} has a wrong or missing field ({error}); fetch it again") from None
+            raise ForedraftError(
+                f"{folder}: {CONFIG_FILE} has a wrong or missing field ({error}); fetch it again"
+            ) from None
 
     def choose(self, linears: Iterable[str], head: str | None) -> list[str]:
         """Choose the modules that the adapter changes.
