@@ -10,6 +10,7 @@ from foredraft import LLM, RequestOptions, Sampling, zoo
 from foredraft.cli.backend import CliBackend
 from foredraft.cli.generate_options import GenerateOptions
 from foredraft.cli.shell import UsageError
+from tests.support.cli_fakes import FakeBackend
 from tests.support.lora_folders import write_adapter
 
 PROMPT = "def fibonacci(n):"
@@ -36,15 +37,12 @@ def test_generate_uses_the_only_adapter(run, folder, expected):
     assert json.loads(outcome.stdout)["completions"][0]["text"] == expected["x"]
 
 
-def test_chat_uses_the_only_adapter(run):
-    """The fake model keeps the options that it receives."""
-    from tests.support.cli_fakes import FakeBackend
-
+def test_chat_uses_the_chosen_adapter(run):
     backend = FakeBackend()
     outcome = run("chat", "--lora", "x=folder", "--lora", "y=other", "--adapter", "y", backend=backend, stdin="hello\n")
     assert outcome.code == 0, outcome.stderr
-    [given] = [options for each in backend.models.values() for options in each.options] or [None]
-    assert given is None or given[0].adapter == "y"
+    assert backend.options.adapter_folders == {"x": "folder", "y": "other"}
+    assert [options.adapter for options in backend.request_options[-1]] == ["y"]
 
 
 def test_lines_of_a_batch_name_the_base_or_an_adapter(run, folder, expected, tmp_path):

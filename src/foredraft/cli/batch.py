@@ -148,8 +148,10 @@ class BatchOptions(EngineOptions, AdapterOptions):
 
         model = {f.name: getattr(self, f.name) for f in fields(ModelOptions) if f.name not in NEUTRAL_OPTIONS}
         settings = model | {
-            "lora": self.adapter_folders, "fields": line_format.fields, "seed": self.seed, "chat": self.chat, "name": self.read_name()
+            "fields": line_format.fields, "seed": self.seed, "chat": self.chat, "name": self.read_name()
         }  # fmt: skip
+        if self.adapter_folders:  # not otherwise, so that jobs of earlier versions go on
+            settings["lora"] = self.adapter_folders
         created = int(self.source.stat().st_mtime)
         return JobKey(examined.digest, json.dumps(settings, sort_keys=True), not self.unordered, created)
 

@@ -1,4 +1,4 @@
-"""What LoRA adapters add to the products of a native pass, y += B (A x): the slow reference and the native layout.
+"""Changes of the products of a native pass by LoRA adapters, y += B (A x): native layout and slow reference.
 
 The rows of a pass that have an adapter are sorted by it, so that A is one product for each adapter. B is applied where
 the product of the layer is stored. Both are chains of additions whose order does not depend on the other rows.
@@ -18,7 +18,7 @@ from foredraft.kernels.arena import Arena
 from foredraft.kernels.cpu.records import AdaptedRecord, LayerChangeRecord, LowRankRecord, WeightRecord
 from foredraft.kernels.linear import PANEL, PackedWeight, linear_reference
 
-BLOCK = 16  # outputs that share the columns of A x which they read
+OUTPUT_BLOCK = 16  # outputs that share the columns of A x which they read
 PRODUCTS = ("qkv", "out", "gate_up", "down")  # products of a layer, in the order of the bits of `products`
 MAX_GROUP = 32  # rows of one product with A, so that threads share a long prompt
 LINE = 64  # bytes of a cache line
@@ -39,7 +39,7 @@ class LowRank:
         Zeros of B at the edges of a block are not stored: layers that are one product have blocks of their own.
         """
         n, rank = b.shape
-        rows = torch.cat([b.float(), b.new_zeros(-n % PANEL, rank, dtype=torch.float32)]).view(-1, BLOCK, rank)
+        rows = torch.cat([b.float(), b.new_zeros(-n % PANEL, rank, dtype=torch.float32)]).view(-1, OUTPUT_BLOCK, rank)
         used, columns = (rows != 0).any(1), torch.arange(rank)
         first = torch.where(used, columns, rank).amin(1)
         last = torch.where(used, columns + 1, 0).amax(1)
@@ -47,7 +47,7 @@ class LowRank:
         first = torch.where(width > 0, first, 0)
         kept = (columns >= first[:, None]) & (columns < (first + width)[:, None])
         factors = rows.transpose(1, 2)[kept]
-        offset = (width.cumsum(0) - width) * BLOCK
+        offset = (width.cumsum(0) - width) * OUTPUT_BLOCK
         tables = torch.stack([first, width, offset]).to(torch.int32)
         return cls(PackedWeight.pack(a, None, arena), arena.copy(factors.contiguous()), tables)
 
@@ -56,7 +56,7 @@ class LowRank:
         inner = linear_reference(x, self.a).double()
         blocks = []
         for first, width, offset in self.tables.T.tolist():
-            factors = self.b[offset // BLOCK : offset // BLOCK + width].double()
+            factors = self.b[offset // OUTPUT_BLOCK : offset // OUTPUT_BLOCK + width].double()
             blocks.append(inner[:, first : first + width] @ factors)
         return torch.cat(blocks, 1).float()
 

@@ -23,7 +23,7 @@ class ModulePass(Protocol):
 
     @property
     def adapter_obstacle(self) -> str | None:
-        """Reason why requests cannot have adapters of their own, as in "MODEL cannot, because ..."; None if they can."""
+        """Reason why requests cannot have adapters of their own, after "because"; None if they can."""
 
     def prepare(self, model: Any) -> None:
         """Set the attention implementation with which `run` works."""

@@ -50,7 +50,7 @@ class AdapterService(Service):
             name = self.settings.model_names[0]
             self._find_base().metrics.remove_adapter(name)
             self._loaded_model.llm.remove_adapter(name)
-        self._stop_threads()
+        self.thread_pool.shutdown(wait=False, cancel_futures=True)
 
     def _prepare_transcripts(self, submissions: Sequence[PromptSubmission]) -> list[Any]:
         name = self.settings.model_names[0]
@@ -76,6 +76,7 @@ class AdapterLoader:
             base.add_adapter(self.name, self.folder)
         except ForedraftError as error:
             raise ForedraftError(
-                f"{error}; or let the server merge it into a model of its own, with a weight: --lora NAME=FOLDER,weight=1"
+                f"{error}; or let the server merge it into a model of its own, with a weight: "
+                "--lora NAME=FOLDER,weight=1"
             ) from None
         return base

@@ -110,8 +110,8 @@ class ModelHost:
         The memory is free when the last response of the model is sent.
 
         Raises:
-            ApiError: 404 for an unknown name, 409 for the last model, for the base of an adapter in its engine, or during
-                another change.
+            ApiError: 404 for an unknown name, 409 for the last model, for the base of an adapter in its engine, or
+                during another change.
         """
         service = self.models.find(name)
         if not self.models.has_several:

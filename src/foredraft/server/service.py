@@ -210,9 +210,6 @@ class Service:
         """Stop the worker and the thread pool."""
         if self._loaded_model is not None:
             self.worker.stop()
-        self._stop_threads()
-
-    def _stop_threads(self) -> None:
         self.thread_pool.shutdown(wait=False, cancel_futures=True)
 
     def _check_accepting(self) -> None:

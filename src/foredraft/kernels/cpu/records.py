@@ -96,13 +96,13 @@ class ModelRecord(ctypes.Structure):
 
 
 class LowRankRecord(ctypes.Structure):
-    """What an adapter adds to a product (fd_low_rank)."""
+    """Change of a product by an adapter (fd_low_rank)."""
 
     _fields_ = (("a", WeightRecord), *((name, c_void_p) for name in "b column width offset".split()))
 
 
 class LayerChangeRecord(ctypes.Structure):
-    """What an adapter adds to the products of a layer (fd_layer_change)."""
+    """Changes of the products of a layer by an adapter (fd_layer_change)."""
 
     _fields_ = tuple((name, LowRankRecord) for name in "qkv out gate_up down".split())
 

@@ -25,7 +25,7 @@ class ModuleChanges:
     _paths: set[str] = field(default_factory=set)  # modules with a hook
 
     def install(self, model: nn.Module, paths: Sequence[str]) -> None:
-        """Hook modules that have no hook yet."""
+        """Add a hook to every module that has none yet."""
         for path in paths:
             if path not in self._paths:
                 model.get_submodule(path).register_forward_hook(partial(self._add_changes, path))
