@@ -34,7 +34,7 @@ class AdapterService(Service):
     def open(self, llm: "LLM") -> None:
         """Use the worker of the base, which has loaded the adapter under the name of this service."""
         base = self._find_base()
-        self._loaded_model = replace(self._describe_messages(llm, base.vocabulary), worker=base.worker)
+        self._loaded_model = self._describe_model(llm, base.worker, base.vocabulary)
         base.metrics.add_adapter(self.settings.model_names[0], self.metrics)
 
     async def drain(self, seconds: float) -> bool:

@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from foredraft.engine.worker import DrainingError, QueueFullError, Worker, WorkerLimits
@@ -62,17 +62,17 @@ class Service:
         """Start the worker of a loaded model. Called once, on any thread."""
         worker = Worker(llm, self._limits, self.metrics)
         self.metrics.attach_worker(worker, None if llm.rule is None else llm.rule.simulated_rate)
-        loaded = self._describe_messages(llm, ServerVocabulary(llm.tokenizer, llm.target.vocab_size))
+        loaded = self._describe_model(llm, worker, ServerVocabulary(llm.tokenizer, llm.target.vocab_size))
         worker.start()
-        self._loaded_model = replace(loaded, worker=worker)
+        self._loaded_model = loaded
 
-    def _describe_messages(self, llm: "LLM", vocabulary: ServerVocabulary) -> "_LoadedModel":
-        """Return a loaded model, without its worker, with the chat template and the formats of the settings."""
+    def _describe_model(self, llm: "LLM", worker: Worker, vocabulary: ServerVocabulary) -> "_LoadedModel":
+        """Return a loaded model with the chat template and the formats of the settings."""
         templates = ChatTemplate(vocabulary, self.settings, llm.target.has_encoder)
         dialect = Dialect.from_template(
             templates.source, vocabulary.special_ids, self.settings.tool_call_parser, self.settings.reasoning_parser
         )
-        return _LoadedModel(llm, None, vocabulary, templates, dialect)
+        return _LoadedModel(llm, worker, vocabulary, templates, dialect)
 
     @property
     def llm(self) -> "LLM":
@@ -80,9 +80,7 @@ class Service:
 
     @property
     def worker(self) -> Worker:
-        worker = self._required_model.worker
-        assert worker is not None, "`open` has set it"
-        return worker
+        return self._required_model.worker
 
     @property
     def shares_engine(self) -> bool:
@@ -243,7 +241,7 @@ class Service:
 @dataclass(frozen=True)
 class _LoadedModel:
     llm: "LLM"
-    worker: Worker | None  # None = not yet started
+    worker: Worker
     vocabulary: ServerVocabulary
     chat_template: ChatTemplate
     dialect: Dialect
