@@ -109,6 +109,7 @@ def test_the_arguments_of_the_front_door():
         "verify",
         "skip_special_tokens",
         "shown_tokens",
+        "adapter",
     ]
     assert list(inspect.signature(foredraft.simulate_acceptance).parameters) == ["acceptance_rate", "cost_ms"]
     assert list(inspect.signature(foredraft.make_typical_rule).parameters) == ["posterior_threshold", "posterior_alpha"]

@@ -1,6 +1,7 @@
 """`LLM`: the public entry point, a target model with a drafter that generates text."""
 
 import copy
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -22,6 +23,7 @@ from foredraft.kv.sizing import MemoryLimits as MemoryLimits
 from foredraft.models.prompts import find_end_ids
 from foredraft.request_factory import RequestFactory, choose_sampled_rule
 from foredraft.sampling.grammar import GrammarCompiler
+from foredraft.target_holder import TargetHolder
 from foredraft.target_loading import load_target
 from foredraft.verification.rule import Rule
 
@@ -30,7 +32,7 @@ DEFAULT_DRAFTER = "default"  # the built-in drafter for LLM() and "builtin-seq2s
 FREED_ATTRIBUTES = ("target", "drafter", "tokenizer", "engine", "_shared", "_requests")
 
 
-class LLM(CompletionGenerator):
+class LLM(TargetHolder, CompletionGenerator):
     """Target model with a drafter; `LLM()` is the built-in pair.
 
     Example:
@@ -61,6 +63,7 @@ class LLM(CompletionGenerator):
         tensor_parallel_size: processes on this machine over which the target is split, this one included; on GPUs, one
             GPU each. Default 1.
         lora: folder of a LoRA adapter of PEFT, which is merged into the weights after loading. Default None.
+        adapters: folders of LoRA adapters by name; a request names one: `RequestOptions(adapter=NAME)`. Default None.
         shares_weights_of: loaded LLM, whose weights are used where this one has equal ones. An adapter then costs the
             memory of the layers that it changes. Default None = no weights are shared.
         exact: require equal bits of a row's logits in every pass, so that greedy and seeded outputs are those of plain
@@ -95,6 +98,7 @@ class LLM(CompletionGenerator):
         is_debug: bool = False,
         tensor_parallel_size: int = 1,
         lora: str | Path | None = None,
+        adapters: Mapping[str, str | Path] | None = None,
         shares_weights_of: "LLM | None" = None,
         exact: bool = False,
         kv_dtype: str = "auto",
@@ -109,6 +113,7 @@ class LLM(CompletionGenerator):
         )  # fmt: skip
         self.target, self.tokenizer = loaded.model, loaded.tokenizer
         self.builtin, self.fused = loaded.builtin, loaded.fused
+        self._add_adapters(adapters)
         self._requests = RequestFactory(
             self.target, self.tokenizer, GrammarCompiler(self.tokenizer, self.target.vocab_size),
             find_end_ids(self.target, self.tokenizer), self._named_rule, self.limits.prefix_cache,
@@ -122,16 +127,6 @@ class LLM(CompletionGenerator):
     def is_builtin(self) -> bool:
         """Whether the target is the default one."""
         return self.builtin == zoo.DEFAULT_TARGET
-
-    @property
-    def num_parameters(self) -> int:
-        """Number of parameters of the target."""
-        return self.target.num_parameters
-
-    @property
-    def context_length(self) -> int:
-        """Longest sequence in tokens, prompt and output together."""
-        return self.target.context_length
 
     @property
     def drafter_name(self) -> str:

@@ -62,6 +62,9 @@ class RequestFactory:
         page_salt = options.salt
         if source is not None:  # the decoder's KV depends on the source too
             page_salt = source.digest + page_salt
+        adapter = None if options.adapter is None else self.target.adapters.find(options.adapter)
+        if adapter is not None:  # and so does the KV of an adapter's request
+            page_salt = adapter.key + page_salt
         if not self.shares_prefixes:  # only the samples of this prompt have this salt
             page_salt = os.urandom(16)
         spec = RequestSpec(
@@ -76,6 +79,7 @@ class RequestFactory:
             prediction=prediction,
             page_salt=page_salt,
             source=source,
+            adapter=adapter,
         )
         result: list[Transcript] = []
         for sample in range(sampling.n):

@@ -28,6 +28,7 @@ class RequestOptions:
     verify: str | Rule | None = None  # verification rule or its name; None = that of the LLM
     skip_special_tokens: bool = True  # leave special tokens out of the text; the end token is never part of it
     shown_tokens: tuple[int, ...] = ()  # special tokens whose names are part of the text nevertheless
+    adapter: str | None = None  # name of a LoRA adapter of the LLM; None = the model itself
 
     def __post_init__(self) -> None:
         _ = self.draft_lengths  # raises for a value of another form
@@ -35,6 +36,8 @@ class RequestOptions:
         for name, kind in types.items():
             if not isinstance(value := getattr(self, name), kind) or (kind is int and isinstance(value, bool)):
                 raise ForedraftError(f"{name} must be of type {kind.__name__}, got {value!r:.80}")
+        if self.adapter is not None and not isinstance(self.adapter, str):
+            raise ForedraftError(f"adapter is the name of an adapter or None, got {self.adapter!r:.80}")
 
     @cached_property
     def draft_lengths(self) -> LengthTable | None:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from foredraft.loaded_adapter import LoadedAdapter
 from foredraft.request_options import RequestOptions
 from foredraft.sampling.params import Sampling
 from foredraft.source import EncoderSource
@@ -23,10 +24,11 @@ class RequestSpec:
     max_length: int = 1 << 62  # context length: prompt and output together
     rule: Rule = MATCH  # verification rule
     prediction: tuple[int, ...] = ()  # options.prediction as token ids
-    # Only requests with equal values share prefix pages: options.salt with the digest of an encoder's source, or random
-    # bytes if the engine shares no prefixes.
+    # Only requests with equal values share prefix pages: options.salt with the digest of an encoder's source and the
+    # key of the adapter, or random bytes if the engine shares no prefixes.
     page_salt: bytes = b""
     source: EncoderSource | None = None  # input of the encoder, if the model has one; `prompt` is then the decoder's
+    adapter: LoadedAdapter | None = None  # LoRA adapter of the target, by the name in the options
 
     @property
     def input_tokens(self) -> tuple[int, ...]:

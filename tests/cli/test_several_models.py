@@ -12,6 +12,7 @@ from foredraft.cli.model_sources import ADMIN_FIELDS, SourceBuilder
 from foredraft.cli.serve import ServeOptions, build_settings, build_worker_limits, resolve_options, serve
 from foredraft.cli.shell import UsageError
 from foredraft.errors import ForedraftError
+from foredraft.server.adapter_service import AdapterLoader
 from foredraft.server.admin import LoadModelRequest
 
 PAIR = ["--model", "a=builtin", "--model", "b=org/model"]
@@ -57,13 +58,15 @@ def test_other_commands_say_what_to_do(run, tmp_path):
     assert (done.code, "a batch has one model; give --model PATH" in done.stderr) == (2, True)
     done = run("handover", "--engine", "vllm", *PAIR)
     assert (done.code, "a handover has one model" in done.stderr) == (2, True)
-    assert "foredraft serve --lora NAME=FOLDER" in run("generate", "a", "--lora", "x").stderr
+    assert "foredraft serve, generate, chat and batch have --lora" in run("train", "--lora", "x").stderr
 
 
 def test_a_text_with_options():
     text = "org/a=/data/x=1,weight=2.5,spec-model=m,spec-model=n,spec-option=tree_nodes=16,max_model_len=512"
     options = {"spec-model": ["m", "n"], "spec-option": ["tree_nodes=16"], "max-model-len": ["512"]}
-    assert parse_named_model(text, is_adapter=False) == NamedModel("org/a", "/data/x=1", False, 2.5, options)
+    assert parse_named_model(text, is_adapter=False) == NamedModel(
+        "org/a", "/data/x=1", False, 2.5, options, None, True
+    )
 
 
 def test_a_path_that_exists_is_no_name(tmp_path, monkeypatch: pytest.MonkeyPatch):
@@ -99,14 +102,15 @@ def test_options_of_the_command_hold_for_every_model_except_its_drafter(tmp_path
     assert [source.name for source in sources] == ["a", "a/b", "a/b/fr", "a/en"]
     assert [source.base_name for source in sources] == [None, None, "a/b", "a"]
     assert [source.weight for source in sources] == [3, 1, 1, 1]
+    assert [source.shares_engine for source in sources] == [False, False, False, True]
+    assert sources.pop().load.__self__ == AdapterLoader("a/en", folder)
     found = [source.load[0] for source in sources]
     assert [(o.model, o.max_batch, o.spec_model, o.spec_method, o.spec_tokens) for o in found] == [
         ("x", 4, ["head"], None, "4"),
         ("y", 8, None, ["ngram"], "auto"),
         ("y", 8, ["z"], None, "auto"),
-        ("x", 4, ["head"], None, "4"),
     ]
-    assert [source.load[1] for source in sources] == [None, None, folder, folder]
+    assert [source.load[1] for source in sources] == [None, None, folder]
 
 
 def test_a_requested_model_has_no_drafter_of_the_only_one(tmp_path):
@@ -121,7 +125,9 @@ def test_a_requested_model_has_no_drafter_of_the_only_one(tmp_path):
     assert (options.model, options.spec_model, options.spec_tokens, options.tokenizer) == ("y", None, "4", "auto")
     assert (options.spec_option, options.max_batch) == (["a=1"], 8)
     adapter = builder.build_requested(LoadModelRequest(name="c/fr", lora=folder), ["x", "c"])
-    assert (adapter.base_name, adapter.load[0].model, adapter.load[1]) == ("c", "y", folder)
+    assert (adapter.base_name, adapter.shares_engine) == ("c", True)
+    weighted = builder.build_requested(LoadModelRequest(name="c/fr", lora=folder, weight=1), ["x", "c"])
+    assert (weighted.base_name, weighted.load[0].model, weighted.load[1]) == ("c", "y", folder)
     with pytest.raises(ForedraftError, match="name it BASE/fr, with BASE one of: x, c"):
         builder.build_requested(LoadModelRequest(name="fr", lora=folder), ["x", "c"])
     with pytest.raises(UsageError, match="dtype is that of the base"):

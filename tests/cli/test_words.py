@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from foredraft.cli.backend import CliBackend, build_drafter_spec
-from foredraft.cli.options import GenerateOptions
+from foredraft.cli.generate_options import GenerateOptions
 from foredraft.cli.serve import ServeOptions, apply_positional
 from foredraft.cli.shell import UsageError
 from foredraft.cli.speculative_config import read_speculative_config

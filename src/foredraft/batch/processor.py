@@ -1,10 +1,13 @@
 """Processing of lines by a service, as if a client had sent them."""
 
+from dataclasses import replace
+
 from foredraft.batch.asgi_client import post_json
 from foredraft.batch.line import BatchLine
 from foredraft.batch.result import LineResult
 from foredraft.engine.worker import WorkerLimits
 from foredraft.llm import LLM
+from foredraft.server.adapter_service import AdapterService
 from foredraft.server.app import create_app
 from foredraft.server.served_models import ServedModels
 from foredraft.server.service import Service
@@ -17,7 +20,7 @@ class LineProcessor:
     """Processor of lines with one loaded model.
 
     Args:
-        llm: target with a drafter.
+        llm: target with a drafter. Requests may name its adapters as models.
         model_name: name of the model in requests and results.
     """
 
@@ -27,7 +30,14 @@ class LineProcessor:
         largest = settings.limits.max_samples
         self._service = Service(settings, WorkerLimits(max_queue=self.concurrency * largest))
         self._service.open(llm)
-        self._app = create_app(ServedModels.single(self._service))
+        self._adapters = [self._open_adapter(name, settings) for name in llm.adapter_names]
+        self._app = create_app(ServedModels(settings, [self._service, *self._adapters]))
+
+    def _open_adapter(self, name: str, settings: ServerSettings) -> AdapterService:
+        own = replace(settings, model_names=(name,))
+        service = AdapterService(own, settings.model_names[0], lambda: self._service)
+        service.open(self._service.llm)
+        return service
 
     async def process(self, line: BatchLine) -> LineResult:
         """Process a line; an invalid one or a failed request has an error as its result."""
@@ -44,4 +54,5 @@ class LineProcessor:
 
     def close(self) -> None:
         """Stop the engine."""
-        self._service.close()
+        for service in (*self._adapters, self._service):
+            service.close()

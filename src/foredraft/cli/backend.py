@@ -289,6 +289,7 @@ def load_llm(
         limits=limits,
         tensor_parallel_size=options.tensor_parallel_size,
         lora=lora,
+        adapters=options.adapter_folders,
         shares_weights_of=base,
         exact=options.exact,
         kv_dtype=options.kv_dtype,

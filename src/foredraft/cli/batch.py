@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from foredraft.cli.adapter_options import AdapterOptions
 from foredraft.cli.backend import CliBackend, load_llm, resolve_single_method
 from foredraft.cli.engine_options import LOAD_PANEL, EngineOptions
 from foredraft.cli.model_list import is_named
@@ -46,7 +47,7 @@ NEUTRAL_OPTIONS = frozenset(
 
 
 @dataclass(frozen=True, kw_only=True)
-class BatchOptions(EngineOptions):
+class BatchOptions(EngineOptions, AdapterOptions):
     """Options of `foredraft batch`."""
 
     source: Annotated[
@@ -136,6 +137,8 @@ class BatchOptions(EngineOptions):
         for name in ("max_tokens", "temperature"):
             if getattr(self, name) is not None:
                 given[name] = getattr(self, name)
+        if self.chosen_adapter is not None:
+            given.setdefault("model", self.chosen_adapter)
         is_text = self.source.suffix.lower() in TEXT_SUFFIXES
         return LineFormat(is_text, self.chat, PLAIN_FIELDS, given, self.seed)
 
@@ -147,6 +150,8 @@ class BatchOptions(EngineOptions):
         settings = model | {
             "fields": line_format.fields, "seed": self.seed, "chat": self.chat, "name": self.read_name()
         }  # fmt: skip
+        if self.adapter_folders:  # not otherwise, so that jobs of earlier versions go on
+            settings["lora"] = self.adapter_folders
         created = int(self.source.stat().st_mtime)
         return JobKey(examined.digest, json.dumps(settings, sort_keys=True), not self.unordered, created)
 
@@ -164,6 +169,8 @@ def batch(ctx: typer.Context, options: BatchOptions) -> None:
     Example: foredraft batch prompts.txt results.jsonl
     """
     options = read_drafter_options(options)
+    if options.read_name() in options.adapter_folders:
+        raise UsageError(f"--lora gives the name of the model, {options.read_name()}; choose another one")
     if options.model is not None and is_named(options.model):
         raise UsageError("a batch has one model; give --model PATH, and its name with --served-model-name")
     backend: CliBackend = ctx.obj or CliBackend()

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.style import Style
 
+from foredraft.cli.adapter_options import AdapterOptions
 from foredraft.cli.backend import CliBackend, CliGenerator, resolve_single_method
-from foredraft.cli.options import ModelOptions, SamplingOptions, _make_option, with_options
+from foredraft.cli.options import SamplingOptions, _make_option, with_options
 from foredraft.cli.progress import ProgressBar
 from foredraft.cli.prompts import read_template_file
 from foredraft.cli.render import ORIGIN_STYLES, Screen
@@ -40,7 +41,7 @@ REPLY_RESERVE_DIVISOR = 4  # up to 1/4 of the context is kept free for a reply, 
 
 
 @dataclass(frozen=True)
-class ChatOptions(SamplingOptions, ModelOptions):
+class ChatOptions(SamplingOptions, AdapterOptions):
     """Options of `foredraft chat`."""
 
     max_tokens: Annotated[int, _make_option("Longest reply, in tokens.", panel="Sampling")] = 1024
@@ -78,14 +79,13 @@ def chat(ctx: typer.Context, options: ChatOptions) -> None:
         with ProgressBar(screen.err, "loading"):
             sampling = options.build_sampling()
             template = read_template(options.chat_template)
-            method = resolve_single_method(options, backend, "a chat")
+            method, request_options = resolve_single_method(options, backend, "a chat"), options.build_request_options()
             llm = backend.load(options, method)
         if template is None and not llm.has_chat_template:
             print_line("note: the model has no chat template; messages are written as 'role: content' lines")
             template = read_template("plain")
         if options.spec_simulate is not None:
             print_line(f"note: {describe_simulation(options.spec_simulate)}")
-        request_options = options.build_request_options()
         ChatSession(llm, sampling, request_options, screen, template, options.system).run(_read_lines(screen))
 
 

@@ -15,7 +15,10 @@ _LENGTHS = ("--spec-tokens", "--methods METHOD:TOKENS", "--fixed")
 _MERGE = "merge the adapter into its base model first (PEFT's merge_and_unload)"
 _NO_GRAPHS = f"{NO_OPTION_PREFIX}there are no CUDA graphs and nothing is compiled at the start"
 _TOOLS = f"{NO_OPTION_PREFIX}a request with tools may call them; see --tool-call-parser of foredraft serve"
-_LORA = ("--lora NAME=FOLDER", f"{NO_OPTION_PREFIX}foredraft serve has --lora; for this command {_MERGE}")
+_LORA = (
+    "--lora NAME=FOLDER",
+    f"{NO_OPTION_PREFIX}serve, generate, chat and batch have --lora; for this command {_MERGE}",
+)
 _SAFETENSORS = f"{NO_OPTION_PREFIX}weights are read from safetensors"
 
 # Option of another program or command -> the option to use, several of which the first that the command has, or advice.
@@ -193,6 +196,6 @@ SERVE_ONLY = {
         "--admin-key",
     )
 } | {
-    "--lora": f"{_MERGE}, or serve it with foredraft serve --lora NAME=FOLDER",
+    "--lora": f"{_MERGE}; foredraft serve, generate, chat and batch have --lora NAME=FOLDER",
     "--kv-memory": "the KV cache has a default size; foredraft serve sets it with --kv-memory",
 }

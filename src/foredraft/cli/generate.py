@@ -24,7 +24,8 @@ from foredraft.cli.backend import (
     choose_default_method,
     find_model_methods,
 )
-from foredraft.cli.options import AUTO, NONE, GenerateOptions, with_options
+from foredraft.cli.generate_options import GenerateOptions
+from foredraft.cli.options import AUTO, NONE, with_options
 from foredraft.cli.progress import ProgressBar
 from foredraft.cli.prompts import read_predictions, read_prompts
 from foredraft.cli.render import Screen, StreamPrinter
@@ -102,6 +103,8 @@ def select_methods(options: GenerateOptions, choices: CliChoices, spec_model_met
         raise UsageError("--logprobs are printed with --json only; add --json")
     if options.compare and (options.prediction or options.draft_length == 0):
         raise UsageError("--compare measures drafting methods; leave --prediction and --spec-tokens 0 out")
+    if options.compare and options.adapter_folders:
+        raise UsageError("--compare measures drafting methods on the model itself; leave --lora out")
     if options.prediction and options.draft_length == 0:
         raise UsageError("a prediction is a draft, and --spec-tokens 0 drafts nothing; leave one of the two out")
     if len(methods) > 1 and not options.compare:

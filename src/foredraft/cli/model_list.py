@@ -20,9 +20,9 @@ SPEC_KEYS = (
     "spec-method", "spec-model", "spec-option", "spec-tokens", "spec-quantization", "spec-dtype", "spec-revision",
     "spec-max-model-len", "spec-vocab",
 )  # fmt: skip
+MESSAGE_KEYS = ("chat-template", "tool-call-parser", "reasoning-parser")  # formats of messages, outside the engine
 COMMON_KEYS = (
-    *SPEC_KEYS, "verify", "tokenizer", "max-model-len", "max-batch", "chat-template", "tool-call-parser",
-    "reasoning-parser",
+    *SPEC_KEYS, "verify", "tokenizer", "max-model-len", "max-batch", *MESSAGE_KEYS,
 )  # fmt: skip
 OWN_KEYS = (*SPEC_KEYS, "verify", "tokenizer", "max-model-len", "quantization", "revision")  # belong to one model
 TARGET_KEYS = ("quantization", "revision", "dtype", "device")  # of a model of its own; an adapter has those of its base
@@ -50,7 +50,10 @@ class ModelListOptions(ReplicaOptions):
     lora: Annotated[
         list[str] | None,
         _make_option(
-            "LoRA adapter that is served as a model, NAME=FOLDER, repeatable; with several models BASE/NAME=FOLDER.",
+            "LoRA adapter that is served as a model, NAME=FOLDER, repeatable; with several models BASE/NAME=FOLDER. It "
+            "runs in the engine of its base, unless it has a weight or drafter options.",
+            "--lora",
+            "--lora-modules",
             panel=MODELS_PANEL,
             metavar="NAME=FOLDER[,KEY=VALUE...]",
         ),
@@ -102,6 +105,13 @@ class NamedModel:
     weight: float = 1.0
     options: Mapping[str, Sequence[str]] = field(default_factory=dict)  # options of `foredraft serve`, without dashes
     kv_memory: int | None = None  # bytes beside the memory of all models; None = a share of it
+    has_weight: bool = False  # whether the weight was given
+
+    @property
+    def shares_engine(self) -> bool:
+        """Whether this is an adapter without options that need an engine of its own."""
+        is_own = self.has_weight or self.kv_memory is not None or not set(self.options) <= set(MESSAGE_KEYS)
+        return self.is_adapter and not is_own
 
     @property
     def title(self) -> str:
@@ -158,8 +168,9 @@ def parse_named_model(text: str, is_adapter: bool) -> NamedModel:
         if not equals:
             raise UsageError(f"{found.title}: {pair!r} is not KEY=VALUE; a value cannot have a comma")
         options.setdefault(key.strip().replace("_", "-"), []).append(value.strip())
+    has_weight = WEIGHT_KEY in options
     weights = options.pop(WEIGHT_KEY, ["1"])
-    found = replace(found, weight=_parse_weight(weights[-1], found), options=options)
+    found = replace(found, weight=_parse_weight(weights[-1], found), options=options, has_weight=has_weight)
     check_keys(found)
     return found
 

@@ -99,6 +99,7 @@ class SourceBuilder(Generic[Options]):
             weight=request.weight,
             options={name.replace("_", "-"): _list_texts(value) for name, value in given.items()},
             kv_memory=None if request.kv_memory is None else parse_size(request.kv_memory),
+            has_weight="weight" in request.model_fields_set,
         )
         check_keys(model)
         if model.is_adapter:
@@ -120,12 +121,17 @@ class SourceBuilder(Generic[Options]):
 
     def _build_adapter(self, adapter: NamedModel, bases: Sequence[str]) -> "ModelSource":
         from foredraft.models.lora import check_lora_folder
+        from foredraft.server.adapter_service import AdapterLoader
+        from foredraft.server.model_host import ModelSource
         from foredraft.server.model_names import find_base_name
 
         base_name = find_base_name(adapter.name, bases)
         check_lora_folder(adapter.path)
         options = self._apply(self._base_options[base_name], adapter)
         settings = self._make_settings(options)
+        if adapter.shares_engine:
+            loader = AdapterLoader(adapter.name, adapter.path)
+            return ModelSource(settings, loader.load, base_name=base_name, shares_engine=True)
         return self._make_source(settings, options, adapter.path, adapter.weight, base_name, adapter.kv_memory)
 
     def _make_source(

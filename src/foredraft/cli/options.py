@@ -6,7 +6,7 @@ Options that vLLM has too keep vLLM's names: --spec-method, --spec-model, --spec
 import inspect
 import json
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
@@ -38,6 +38,16 @@ def _parse_value(text: str) -> Any:
         return json.loads(text)
     except json.JSONDecodeError:
         return text
+
+
+def _parse_settings(texts: list[str]) -> dict[str, Any]:
+    settings = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not equals or not key:
+            raise UsageError(f"--spec-option takes KEY=VALUE, got {text!r}")
+        settings[key.strip()] = _parse_value(value)
+    return settings
 
 
 def _name_option(message: str, options: object) -> str:
@@ -203,13 +213,12 @@ class ModelOptions:
     @property
     def method_options(self) -> dict[str, Any]:
         """Settings of the method from --spec-option. Raises UsageError for one that is not KEY=VALUE."""
-        settings = {}
-        for text in self.spec_option or []:
-            key, equals, value = text.partition("=")
-            if not equals or not key:
-                raise UsageError(f"--spec-option takes KEY=VALUE, got {text!r}")
-            settings[key.strip()] = _parse_value(value)
-        return settings
+        return _parse_settings(self.spec_option or [])
+
+    @property
+    def adapter_folders(self) -> dict[str, str]:
+        """Folders of LoRA adapters by name; none without an option for them."""
+        return {}
 
     @property
     def draft_models(self) -> str | list[str] | None:
@@ -322,51 +331,6 @@ class SamplingOptions:
             return Sampling(**values)
         except ValueError as error:
             raise UsageError(_name_option(str(error), self)) from None
-
-
-@dataclass(frozen=True)
-class OutputOptions:
-    """Options of the report of `foredraft generate`."""
-
-    compare: Annotated[
-        bool, _make_option("Measure every method against plain decoding.", "--compare", panel="Output")
-    ] = False
-    repeats: Annotated[
-        int,
-        typer.Option(help="Timed runs of each method with --compare.", rich_help_panel="Output", min=1),
-    ] = 3
-    as_json: Annotated[bool, _make_option("Print one JSON object on standard output.", "--json", panel="Output")] = (
-        False
-    )
-    no_color: Annotated[
-        bool,
-        _make_option("Print without colours, as with NO_COLOR in the environment.", "--no-color", panel="Output"),
-    ] = False
-
-
-@dataclass(frozen=True)
-class GenerateOptions(OutputOptions, SamplingOptions, ModelOptions):
-    """Options of `foredraft generate`."""
-
-    prompt: Annotated[str | None, typer.Argument(help="Prompt; '-' reads standard input.")] = None
-    prompt_option: Annotated[
-        list[str] | None, _make_option("Prompt, as an option instead of an argument.", "--prompt", "-p", metavar="TEXT")
-    ] = None
-    chat: Annotated[
-        bool, _make_option("Put each prompt into the model's chat template as a user message.", "--chat")
-    ] = False
-    file: Annotated[
-        list[str],
-        _make_option("Read a prompt from this file; repeatable, one prompt per file.", "--file", "-f", metavar="PATH"),
-    ] = field(default_factory=list)
-    prediction: Annotated[
-        list[str] | None,
-        _make_option(
-            "File with the expected output, such as a text before a small edit; drafts are copied from it. One for all "
-            "prompts, or repeated for each.",
-            metavar="PATH",
-        ),
-    ] = None
 
 
 def with_options(options: type[Options]) -> Callable[[Callable[[typer.Context, Options], None]], Callable[..., None]]:

@@ -39,4 +39,5 @@ def build_forward_batch(
         device,
         full_logit_requests=with_prompt_logits,
         sources=[r.spec.source for r in requests],  # encoder inputs; None for decoder-only models
+        adapters=[r.spec.adapter for r in requests],
     )

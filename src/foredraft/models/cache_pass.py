@@ -134,6 +134,11 @@ class CachePass:
         """Reason why passes cannot be recorded as CUDA graphs."""
         return "the model attends in code of its own, over sequences whose lengths differ from pass to pass"
 
+    @property
+    def adapter_obstacle(self) -> str | None:
+        """Reason why requests cannot have adapters of their own; None if they can."""
+        return "it computes attention in code of its own, over padded sequences"
+
     def prepare(self, model: Any) -> None:
         """Do nothing: the model keeps its own attention."""
 

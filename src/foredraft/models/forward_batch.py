@@ -14,8 +14,10 @@ from torch import Tensor
 
 from foredraft.errors import ForedraftError
 from foredraft.kernels.gpu.rows import DeviceRows
+from foredraft.kernels.low_rank import AdaptedRows
 from foredraft.kernels.rows import PackedRows
 from foredraft.kv.allocator import NULL_PAGE
+from foredraft.loaded_adapter import LoadedAdapter
 from foredraft.source import EncoderSource
 from foredraft.tree import TokenTree
 
@@ -40,6 +42,7 @@ class Span(NamedTuple):
     node_subset: Sequence[int] | None = None  # node index of each token; None = consecutive from `first_node` on
     # Leading nodes that later nodes of this pass follow in a chain, and that no rejection can make the last one.
     num_settled: int = 0
+    adapter: LoadedAdapter | None = None  # LoRA adapter of the request, for a pass of its target
 
     @property
     def node_indices(self) -> Sequence[int]:
@@ -162,6 +165,7 @@ class ForwardBatch:
         device: torch.device | str,
         full_logit_requests: Sequence[int] = (),
         sources: Sequence[EncoderSource | None] | None = None,
+        adapters: Sequence[LoadedAdapter | None] | None = None,
     ) -> "ForwardBatch":
         """Build the forward pass that verifies a token tree.
 
@@ -173,6 +177,7 @@ class ForwardBatch:
             device: device of the tensors.
             full_logit_requests: batch indices with logits for all nodes. Others have them for scored nodes only.
             sources: [B] encoder inputs. Default None = no encoder.
+            adapters: [B] LoRA adapters. Default None = no request has one.
         """
         spans: list[Span] = []
         logit_rows: list[int] = []
@@ -183,7 +188,10 @@ class ForwardBatch:
             source = None if sources is None else sources[b]
             shape = None if is_chain else parents
             num_settled = min(tree.roots[b], size - 1)
-            spans.append(Span(table, start, tree.tokens[b], tree.depths[b], shape, 0, source, num_settled=num_settled))
+            adapter = None if adapters is None else adapters[b]
+            spans.append(
+                Span(table, start, tree.tokens[b], tree.depths[b], shape, 0, source, None, num_settled, adapter)
+            )
             logit_rows += range(offset + (0 if b in full_logit_requests else tree.roots[b]), offset + size)
             offset += size
         return cls.build(spans, logit_rows, page_size, device)
@@ -259,6 +267,19 @@ class ForwardBatch:
         if self.made_rows is not None:
             raise ForedraftError("native CPU code is not recorded")
         return PackedRows.pack(self.spans, self.logit_row_list, self.page_size)
+
+    @cached_property
+    def has_adapters(self) -> bool:
+        """Whether some row has an adapter."""
+        return any(span.adapter is not None for span in self.spans)
+
+    @cached_property
+    def adapted_rows(self) -> AdaptedRows | None:
+        """Rows with adapters in the layout of the native code; None if no row has one."""
+        if not self.has_adapters:
+            return None
+        adapters = [None if span.adapter is None else span.adapter.native for span in self.spans]
+        return AdaptedRows.pack(adapters, [len(span.tokens) for span in self.spans])
 
     @cached_property
     def device_rows(self) -> DeviceRows:

@@ -16,6 +16,7 @@ from foredraft.kernels.linear import DTYPE_KINDS, PackedWeight
 from foredraft.kernels.quantize import PackWeight, select_packers
 from foredraft.kernels.weight_sharing import WeightIndex
 from foredraft.kv.pool import KVPool
+from foredraft.models.adapters.adapter_set import AdapterSet
 from foredraft.models.compatibility import examine_causal_lm
 from foredraft.models.exact import make_exact
 from foredraft.models.forward_batch import AFTER_FINAL_NORM, ForwardBatch
@@ -70,6 +71,7 @@ class HFModel(ModelFacts):
     recorded: RecordedPasses = field(init=False)
     max_context: int | None = field(kw_only=True, default=None)  # tokens; None = the model's own limit
     has_exact_modules: bool = field(kw_only=True, default=False)  # linear layers and norms of `models/exact_modules.py`
+    adapters: AdapterSet = field(kw_only=True, default_factory=AdapterSet)  # shared by copies with new KV
 
     def __post_init__(self) -> None:
         self.recorded = RecordedPasses(self.name, self.pool, self.module_pass.recording_obstacle)
@@ -152,6 +154,11 @@ class HFModel(ModelFacts):
         return self.runs_native or self.has_exact_modules
 
     @property
+    def adapter_obstacle(self) -> str | None:
+        """Reason why requests cannot have adapters of their own; None if they can."""
+        return None if self.runs_native else self.module_pass.adapter_obstacle
+
+    @property
     def row_buckets(self) -> tuple[int, ...]:
         """Numbers of rows, rising, that passes are padded to; () = they are not padded."""
         return self.recorded.row_buckets
@@ -215,8 +222,9 @@ class HFModel(ModelFacts):
         if self.fused is not None:
             return self.fused.forward(forward_batch, self.pool, hidden_layers)
         run = partial(self.module_pass.run, self.model, self.pool)
-        with self.modules_lock:
-            recorded = self.recorded.run(forward_batch, hidden_layers, run)
+        with self.modules_lock, self.adapters.changes.apply(forward_batch):
+            # A recording has the addresses of its inputs, and the rows of adapters have none.
+            recorded = None if forward_batch.has_adapters else self.recorded.run(forward_batch, hidden_layers, run)
             return run(forward_batch, hidden_layers) if recorded is None else recorded
 
     def check_boundaries(self, hidden_layers: tuple[int, ...]) -> None:
@@ -236,7 +244,7 @@ class HFModel(ModelFacts):
         model = truncate_model(self.model, num_layers, adapter)
 
         def run(forward_batch: ForwardBatch) -> Tensor:
-            with self.modules_lock:
+            with self.modules_lock, self.adapters.changes.apply(forward_batch):
                 return self.module_pass.run(model, self.pool, forward_batch)[0]
 
         return run

@@ -21,6 +21,10 @@ class ModulePass(Protocol):
     def recording_obstacle(self) -> str | None:
         """Reason why passes cannot be recorded as CUDA graphs; None if they can be."""
 
+    @property
+    def adapter_obstacle(self) -> str | None:
+        """Reason why requests cannot have adapters of their own, after "because"; None if they can."""
+
     def prepare(self, model: Any) -> None:
         """Set the attention implementation with which `run` works."""
 
@@ -47,6 +51,11 @@ class PackedPass:
     @property
     def recording_obstacle(self) -> str | None:
         """None: all inputs are tensors of `rows`."""
+        return None
+
+    @property
+    def adapter_obstacle(self) -> str | None:
+        """Reason why requests cannot have adapters of their own; None if they can."""
         return None
 
     def prepare(self, model: Any) -> None:

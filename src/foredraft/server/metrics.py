@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
-from foredraft.draft_length.policy import StepReport
+from foredraft.draft_length.policy import DraftOutcome, StepReport
 from foredraft.engine.transcript import Transcript
 from foredraft.request import Request
 from foredraft.server.histogram import (
@@ -64,6 +64,18 @@ class TokenCounts:
     prefix_queries: int = 0  # prompt tokens looked up in the prefix cache
     prefix_hits: int = 0  # prompt tokens found there
 
+    def count_step(self, outcome: DraftOutcome) -> None:
+        """Count the tokens of one request in a step."""
+        num_accepted = len(outcome.accepted_nodes)
+        self.generated_tokens += 1 + num_accepted
+        if outcome.num_drafted:
+            self.num_drafts += 1
+            self.drafted_tokens += outcome.num_drafted
+            self.accepted_tokens += num_accepted
+            self.accepted_at += [0] * (num_accepted - len(self.accepted_at))
+            for depth in range(num_accepted):
+                self.accepted_at[depth] += 1
+
 
 class ServerMetrics:
     """EngineObserver of the worker: records steps, requests and failures.
@@ -82,6 +94,7 @@ class ServerMetrics:
         self.finish_counts: Counter[str] = Counter()
         self.failures: Counter[str] = Counter()
         self._start_times: dict[Request, float] = {}  # running request -> start of its first step, time.perf_counter
+        self._by_adapter: dict[str, ServerMetrics] = {}  # replaced as a whole
 
     def attach_worker(self, worker: "Worker", simulated_rate: float | None) -> None:
         """Report on a worker.
@@ -96,27 +109,43 @@ class ServerMetrics:
         """Drop the worker, which holds the metrics as its observer: the model is freed without the cyclic collector."""
         self.worker = None
 
+    def add_adapter(self, name: str, metrics: "ServerMetrics") -> None:
+        """Let the requests of an adapter in the same engine count in metrics of its own; the steps count here."""
+        self._by_adapter = {**self._by_adapter, name: metrics}
+
+    def remove_adapter(self, name: str) -> None:
+        """Count the remaining requests of an adapter here."""
+        self._by_adapter = {other: metrics for other, metrics in self._by_adapter.items() if other != name}
+
+    def _find_owner(self, request: Request) -> "ServerMetrics":
+        adapter = request.spec.adapter
+        return self if adapter is None else self._by_adapter.get(adapter.name, self)
+
     def on_step(self, requests: Sequence[Request], report: StepReport) -> None:
         """Record a step. Runs on the engine's thread."""
         self.steps.step_time.observe(report.step_time)
         self.steps.draft_time.observe(report.draft_time)
         self.steps.rows.observe(report.num_pass_tokens)
+        adapters = self._by_adapter
+        owners = {request.slot: self._find_owner(request) for request in requests} if adapters else {}
         for outcome in report.outcomes:
-            num_accepted = len(outcome.accepted_nodes)
-            self.tokens.generated_tokens += 1 + num_accepted
-            if outcome.num_drafted:
-                self.tokens.num_drafts += 1
-                self.tokens.drafted_tokens += outcome.num_drafted
-                self.tokens.accepted_tokens += num_accepted
-                self.tokens.accepted_at += [0] * (num_accepted - len(self.tokens.accepted_at))
-                for depth in range(num_accepted):
-                    self.tokens.accepted_at[depth] += 1
+            owners.get(outcome.slot, self).tokens.count_step(outcome)
         step_start = time.perf_counter() - report.step_time
         for request in requests:
             self._start_times.setdefault(request, step_start)
 
     def on_finish(self, transcript: Transcript) -> None:
         """Record an ended request. Runs on the engine's thread."""
+        request = transcript.request
+        self._find_owner(request).record_end(transcript, self._start_times.pop(request, None))
+
+    def record_end(self, transcript: Transcript, first_run: float | None) -> None:
+        """Record an ended request of this model.
+
+        Args:
+            transcript: of the request.
+            first_run: start of its first step (time.perf_counter); None = it did not run.
+        """
         request, stats = transcript.request, transcript.build_stats()
         spec = request.spec
         self.finish_counts[transcript.finish_reason or "abort"] += 1
@@ -127,7 +156,6 @@ class ServerMetrics:
             self.requests.samples.observe(spec.sampling.n)
         self.requests.output_lengths.observe(transcript.num_tokens)
         self.requests.e2e.observe(stats.wall_time)
-        first_run = self._start_times.pop(request, None)
         if first_run is not None:
             self.requests.queue_time.observe(max(first_run - transcript.stats_recorder.start_time, 0.0))
             self.requests.inference_time.observe(time.perf_counter() - first_run)

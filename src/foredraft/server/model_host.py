@@ -6,10 +6,12 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from foredraft.engine.worker import WorkerLimits
 from foredraft.errors import ForedraftError
+from foredraft.server.adapter_service import AdapterService
 from foredraft.server.errors import ApiError, make_unavailable_error
 from foredraft.server.kv_shares import KVShare, KVShares
 from foredraft.server.served_models import ServedModels
@@ -34,6 +36,7 @@ class ModelSource:
     weight: float = 1.0  # weight in the division of the KV memory
     kv_memory: int | None = None  # KV memory in bytes beside that of all models; None = a share of it
     base_name: str | None = None  # name of the model to which this adapter belongs; None = a model of its own
+    shares_engine: bool = False  # whether the adapter runs in the engine of its base, and has no KV memory of its own
 
     @property
     def name(self) -> str:
@@ -61,13 +64,14 @@ class ModelHost:
         self._shares = KVShares(kv_total)
         self._is_changing = False
         self._change: asyncio.Task[Any] | None = None  # keeps the task of a change alive
-        self.models = ServedModels(settings, [_make_service(source) for source in sources])
+        self.models = ServedModels(settings, [self._make_service(source) for source in sources])
 
     def load_first(self) -> None:
         """Load the first models, one after the other. Runs on a thread."""
-        shares = self._shares.divide({source.name: source.weight for source in self._sources})
+        engines = [source for source in self._sources if not source.shares_engine]
+        shares = self._shares.divide({source.name: source.weight for source in engines})
         for source, service in zip(self._sources, self.models.services, strict=True):
-            service.open(source.load(shares[source.name], self._find_base(source)))
+            service.open(source.load(shares.get(source.name, KVShare()), self._find_base(source)))
 
     async def load(self, source: ModelSource) -> Service:
         """Load a further model on a thread, and add it; requests of the other models go on.
@@ -83,6 +87,8 @@ class ModelHost:
 
     async def _load(self, source: ModelSource) -> Service:
         with self._claim_change():
+            if source.shares_engine:
+                return await self._load_on_thread(source, KVShare())
             try:
                 share = self._shares.assign(source.name, source.weight, source.kv_memory)
             except ForedraftError as error:
@@ -104,11 +110,17 @@ class ModelHost:
         The memory is free when the last response of the model is sent.
 
         Raises:
-            ApiError: 404 for an unknown name, 409 for the last model or during another change.
+            ApiError: 404 for an unknown name, 409 for the last model, for the base of an adapter in its engine, or
+                during another change.
         """
         service = self.models.find(name)
         if not self.models.has_several:
             raise ApiError(409, "the last model cannot be unloaded; load another one first, or stop the server", "name")
+        adapters = [other.settings.model_names[0] for other in self.models.services if _runs_in(other, service)]
+        if adapters:
+            raise ApiError(
+                409, f"adapters run in this model's engine; unload them first: {', '.join(adapters)}", "name"
+            )
         await self._run_to_end(self._unload(service))
         self._report(f"unloaded {name}")
 
@@ -116,8 +128,8 @@ class ModelHost:
         with self._claim_change():
             service.stop(UNLOADING_MESSAGE)
             self.models.remove(service)
-            if not await service.worker.drain(service.settings.drain_timeout):
-                service.worker.abort_all()
+            if not await service.drain(service.settings.drain_timeout):
+                service.abort_all()
             await asyncio.to_thread(service.close)
             service.metrics.detach_worker()
             self.models.forget(service)
@@ -128,7 +140,7 @@ class ModelHost:
 
         def work() -> None:
             try:
-                service = _make_service(source)
+                service = self._make_service(source)
                 service.open(source.load(share, self._find_base(source)))
                 gc.freeze()  # as after the first models: later collections skip the objects of torch
                 self.models.add(service)
@@ -144,6 +156,14 @@ class ModelHost:
         """Run a change as a task of its own, which goes on if the client leaves."""
         task = self._change = asyncio.ensure_future(change)
         return await asyncio.shield(task)
+
+    def _make_service(self, source: ModelSource) -> Service:
+        if source.base_name is None or not source.shares_engine:
+            return Service(source.settings, source.limits, source.base_name)
+        return AdapterService(source.settings, source.base_name, partial(self._find_service, source.base_name))
+
+    def _find_service(self, name: str) -> Service:
+        return self.models.find(name)
 
     def _find_base(self, source: ModelSource) -> "LLM | None":
         return None if source.base_name is None else self.models.find(source.base_name).llm
@@ -161,5 +181,6 @@ class ModelHost:
             self._is_changing = False
 
 
-def _make_service(source: ModelSource) -> Service:
-    return Service(source.settings, source.limits, source.base_name)
+def _runs_in(service: Service, base: Service) -> bool:
+    """Return whether a service is an adapter in the engine of another one."""
+    return service.shares_engine and service.base_name in base.settings.model_names

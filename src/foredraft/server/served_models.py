@@ -115,12 +115,12 @@ class ServedModels:
 
     async def drain(self, seconds: float) -> bool:
         """Wait for the requests of all models. Returns True if they ended within `seconds`."""
-        return all(await asyncio.gather(*(service.worker.drain(seconds) for service in self._running_services)))
+        return all(await asyncio.gather(*(service.drain(seconds) for service in self._running_services)))
 
     def abort_all(self) -> None:
         """Abort the requests of all models."""
         for service in self._running_services:
-            service.worker.abort_all()
+            service.abort_all()
 
     def close(self) -> None:
         """Stop all workers and thread pools."""

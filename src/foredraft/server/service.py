@@ -62,13 +62,17 @@ class Service:
         """Start the worker of a loaded model. Called once, on any thread."""
         worker = Worker(llm, self._limits, self.metrics)
         self.metrics.attach_worker(worker, None if llm.rule is None else llm.rule.simulated_rate)
-        vocabulary = ServerVocabulary(llm.tokenizer, llm.target.vocab_size)
+        loaded = self._describe_model(llm, worker, ServerVocabulary(llm.tokenizer, llm.target.vocab_size))
+        worker.start()
+        self._loaded_model = loaded
+
+    def _describe_model(self, llm: "LLM", worker: Worker, vocabulary: ServerVocabulary) -> "_LoadedModel":
+        """Return a loaded model with the chat template and the formats of the settings."""
         templates = ChatTemplate(vocabulary, self.settings, llm.target.has_encoder)
         dialect = Dialect.from_template(
             templates.source, vocabulary.special_ids, self.settings.tool_call_parser, self.settings.reasoning_parser
         )
-        worker.start()
-        self._loaded_model = _LoadedModel(llm, worker, vocabulary, templates, dialect)
+        return _LoadedModel(llm, worker, vocabulary, templates, dialect)
 
     @property
     def llm(self) -> "LLM":
@@ -77,6 +81,11 @@ class Service:
     @property
     def worker(self) -> Worker:
         return self._required_model.worker
+
+    @property
+    def shares_engine(self) -> bool:
+        """Whether the requests run in the engine of the base."""
+        return False
 
     @property
     def vocabulary(self) -> ServerVocabulary:
@@ -98,12 +107,12 @@ class Service:
     @property
     def is_healthy(self) -> bool:
         """True unless the worker has failed or hangs. A server that still loads its model is healthy."""
-        return self._loaded_model is None or self._loaded_model.worker.is_healthy
+        return self._loaded_model is None or self.worker.is_healthy
 
     @property
     def is_ready(self) -> bool:
         """True if new requests are accepted."""
-        return self._loaded_model is not None and not self.is_stopping and self._loaded_model.worker.is_accepting
+        return self._loaded_model is not None and not self.is_stopping and self.worker.is_accepting
 
     def check_name(self, name: str | None) -> None:
         """Raise ApiError 404 if `name` is not a name of this model."""
@@ -187,10 +196,18 @@ class Service:
         """Refuse new requests with a message from now on."""
         self.stop_message, self.is_stopping = message, True
 
+    async def drain(self, seconds: float) -> bool:
+        """Refuse new requests, and wait for the others. Returns True if they ended within `seconds`."""
+        return await self.worker.drain(seconds)
+
+    def abort_all(self) -> None:
+        """Abort all requests."""
+        self.worker.abort_all()
+
     def close(self) -> None:
         """Stop the worker and the thread pool."""
         if self._loaded_model is not None:
-            self._loaded_model.worker.stop()
+            self.worker.stop()
         self.thread_pool.shutdown(wait=False, cancel_futures=True)
 
     def _check_accepting(self) -> None:

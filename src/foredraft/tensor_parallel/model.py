@@ -42,6 +42,11 @@ class ParallelLM(HFModel):
         self.group.close_pool(self.pool.index)
 
     @property
+    def adapter_obstacle(self) -> str | None:
+        """Reason why requests cannot have adapters of their own."""
+        return "it is split over several processes (tensor_parallel_size)"
+
+    @property
     def embedding(self) -> Tensor:
         """Input embedding matrix [V, H], unscaled; collected from all ranks at first use."""
         return self.group.gather(self.model, self.model.get_input_embeddings().weight)

@@ -120,11 +120,18 @@ class EarlyExit:
 
     def _build_trees(self, drafts: list[GrowingKVDraft], page_size: int) -> None:
         requests = [draft.builder.request for draft in drafts]
-        spans = [Span(r.pages, r.num_computed, r.get_tokens(r.num_computed, r.num_tokens), range(1)) for r in requests]
+        spans = [
+            Span(
+                r.pages, r.num_computed, r.get_tokens(r.num_computed, r.num_tokens), range(1), adapter=r.spec.adapter
+            )
+            for r in requests
+        ]  # fmt: skip
         grow_levels(drafts, self._forward(spans, page_size), partial(self._compute_level, page_size))
 
     def _compute_level(self, page_size: int, drafts: list[GrowingKVDraft]) -> NodeLogits:
-        return self._forward([draft.build_span() for draft in drafts], page_size)
+        # the layers are the target's, so they have the request's adapter
+        spans = [draft.build_span()._replace(adapter=draft.builder.request.spec.adapter) for draft in drafts]
+        return self._forward(spans, page_size)
 
     def _forward(self, spans: Sequence[Span], page_size: int) -> NodeLogits:
         forward_batch = ForwardBatch.from_spans(spans, page_size, self.target.device)

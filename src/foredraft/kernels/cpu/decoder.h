@@ -13,6 +13,7 @@
 #include "foredraft.h"
 #include "kv.h"
 #include "linear.h"
+#include "low_rank.h"
 #include "norm.h"
 #include "simd.h"
 #include "team.h"
@@ -95,9 +96,17 @@ static void read_hidden(const decoder *d, const fd_weight *w, fd_norm pre_norm, 
     convert_hidden(d, w, pre_norm, post_norm, row, d->input + to * row_bytes(w));
 }
 
-static void read_all_hidden(decoder *d, fd_team *team, const fd_weight *w, fd_norm pre_norm, fd_norm post_norm) {
-    FOR_EACH_ITEM(r, d->rows->num_rows) read_hidden(d, w, pre_norm, post_norm, r, r);
+/* Converts the whole residual stream, and what the adapters of `c` read of it. With adapters, there is no `post_norm`. */
+static void read_all_hidden(decoder *d, fd_team *team, const fd_weight *w, fd_norm pre_norm, fd_norm post_norm,
+                            const change *c) {
+    int rows = d->rows->num_rows;
+    FOR_EACH_ITEM(i, rows + count_places(c)) {
+        if (i < rows) read_hidden(d, w, pre_norm, post_norm, i, i);
+        else convert_hidden(d, &find_low_rank(c, i - rows)->a, pre_norm, NO_NORM, c->rows->row[i - rows],
+                            find_input(c, i - rows));
+    }
     fd_barrier(team);
+    multiply_places(team, c);
 }
 
 static void project(decoder *d, fd_team *team, const fd_weight *w, epilogue e) {
@@ -107,8 +116,14 @@ static void project(decoder *d, fd_team *team, const fd_weight *w, epilogue e) {
 
 /* Projects x, [num_rows, width]. */
 static void project_rows(decoder *d, fd_team *team, const fd_weight *w, const float *x, long width, epilogue e) {
-    FOR_EACH_ITEM(r, d->rows->num_rows) convert_row(w, x + r * width, d->input + r * row_bytes(w));
+    int rows = d->rows->num_rows;
+    const change *c = &e.added;
+    FOR_EACH_ITEM(i, rows + count_places(c)) {
+        if (i < rows) convert_row(w, x + i * width, d->input + i * row_bytes(w));
+        else convert_row(&find_low_rank(c, i - rows)->a, x + c->rows->row[i - rows] * width, find_input(c, i - rows));
+    }
     fd_barrier(team);
+    multiply_places(team, c);
     project(d, team, w, e);
 }
 
@@ -167,12 +182,14 @@ static void attend_and_project(decoder *d, fd_team *team, const fd_attention *a,
 typedef struct {
     const fd_weight *in, *out; /* `in` has gate and up interleaved if gated */
     int is_gated, activation;
+    change added; /* to the product with `in` */
 } mlp;
 
 static void mlp_block(decoder *d, fd_team *team, mlp m, fd_norm pre_norm, fd_norm post_norm, epilogue e) {
     int inner = d->shape.inner;
-    read_all_hidden(d, team, m.in, pre_norm, post_norm);
+    read_all_hidden(d, team, m.in, pre_norm, post_norm, &m.added);
     epilogue to_inner = store_to(m.in, d->inner, inner, 1.0f);
+    to_inner.added = m.added;
     to_inner.mode = m.is_gated ? EPILOGUE_GATE : EPILOGUE_STORE;
     to_inner.activation = m.activation;
     project(d, team, m.in, to_inner);

@@ -135,13 +135,15 @@ static void attention_block(decoder_only *o, fd_team *team, int layer, char *sco
     const fd_layer *l = m->layer + layer;
     decoder *d = &o->d;
     int rows = d->rows->num_rows, heads = m->heads + 2 * m->kv_heads;
-    if (m->input_kind == FD_PAIRED && layer == 0) {
+    epilogue to_qkv = store_to(&l->qkv, d->qkv, qkv_width(&d->shape), 1.0f);
+    to_qkv.added = change_of(d->pass->adapted, layer, FD_QKV);
+    if (m->input_kind == FD_PAIRED && layer == 0) { /* a drafter's, which has no adapters */
         FOR_EACH_ITEM(r, rows) read_embedding_and_input(o, &l->qkv, l->attention_norm, m->input_norm, r);
         fd_barrier(team);
     } else {
-        read_all_hidden(d, team, &l->qkv, norm_of(m, l->attention_norm), NO_NORM);
+        read_all_hidden(d, team, &l->qkv, norm_of(m, l->attention_norm), NO_NORM, &to_qkv.added);
     }
-    project(d, team, &l->qkv, store_to(&l->qkv, d->qkv, qkv_width(&d->shape), 1.0f));
+    project(d, team, &l->qkv, to_qkv);
     if (m->has_joint_head_norm) norm_joint_heads(o, team, l);
     FOR_EACH_ITEM(i, rows * heads) {
         int row = i / heads, head = i % heads;
@@ -154,6 +156,7 @@ static void attention_block(decoder_only *o, fd_team *team, int layer, char *sco
     a.softcap = m->softcap;
     a.sinks = l->sinks;
     epilogue e = is_attention_apart(m, l) ? store_branch(d, &l->out) : add_to_residual(d, &l->out, m->residual_scale);
+    e.added = change_of(d->pass->adapted, layer, FD_OUT);
     attend_and_project(d, team, &a, d->rows, scores, &l->out, e);
     if (l->attention_post_norm) add_branch(d, team, norm_of(m, l->attention_post_norm));
 }
@@ -162,15 +165,19 @@ INLINE mlp gated_mlp(const fd_layer *l, int activation) {
     return (mlp){.in = &l->gate_up, .out = &l->down, .is_gated = 1, .activation = activation};
 }
 
-static void gated_mlp_block(decoder_only *o, fd_team *team, const fd_layer *l) {
+static void gated_mlp_block(decoder_only *o, fd_team *team, int layer) {
     const fd_model *m = o->model;
+    const fd_layer *l = m->layer + layer;
     decoder *d = &o->d;
     if (l->experts) {
         expert_block(d, team, l->experts, norm_of(m, l->mlp_norm), m->residual_scale);
         return;
     }
     epilogue e = l->mlp_post_norm ? store_branch(d, &l->down) : add_to_residual(d, &l->down, m->residual_scale);
-    mlp_block(d, team, gated_mlp(l, m->activation), norm_of(m, l->mlp_norm), NO_NORM, e);
+    e.added = change_of(d->pass->adapted, layer, FD_DOWN);
+    mlp block = gated_mlp(l, m->activation);
+    block.added = change_of(d->pass->adapted, layer, FD_GATE_UP);
+    mlp_block(d, team, block, norm_of(m, l->mlp_norm), NO_NORM, e);
     if (l->mlp_post_norm) add_branch(d, team, norm_of(m, l->mlp_post_norm));
     if (m->is_parallel) add_branch(d, team, NO_NORM); /* the attention's */
 }
@@ -188,7 +195,7 @@ static void run_decoder_only(decoder_only *o, fd_team *team, char *scores) {
     return_hidden_layer(d, team, 0, NO_NORM);
     for (int i = 0; i < m->layers; i++) {
         attention_block(o, team, i, scores);
-        gated_mlp_block(o, team, m->layer + i);
+        gated_mlp_block(o, team, i);
         return_hidden_layer(d, team, i + 1, NO_NORM);
     }
     if (m->adapter) adapter_block(o, team, m->adapter);

@@ -42,7 +42,7 @@ static void self_attention_block(encdec *o, fd_team *team, int layer, fd_norm po
     const fd_encdec *m = o->model;
     const fd_encdec_layer *l = m->layer + layer;
     decoder *d = &o->d;
-    read_all_hidden(d, team, &l->qkv, pre_norm_of(m, l->self_norm), post_norm);
+    read_all_hidden(d, team, &l->qkv, pre_norm_of(m, l->self_norm), post_norm, &NO_CHANGE);
     project(d, team, &l->qkv, store_to(&l->qkv, d->qkv, qkv_width(&d->shape), 1.0f));
     FOR_EACH_ITEM(r, d->rows->num_rows)
         for (int head = 0; head < 3 * m->heads; head++) store_head(d, layer, r, head);
@@ -59,7 +59,7 @@ static void cross_attention_block(encdec *o, fd_team *team, int layer, fd_norm p
     const fd_encdec *m = o->model;
     const fd_encdec_layer *l = m->layer + layer;
     decoder *d = &o->d;
-    read_all_hidden(d, team, &l->cross_query, pre_norm_of(m, l->cross_norm), post_norm);
+    read_all_hidden(d, team, &l->cross_query, pre_norm_of(m, l->cross_norm), post_norm, &NO_CHANGE);
     project(d, team, &l->cross_query, store_to(&l->cross_query, d->attention, attention_width(&d->shape), 1.0f));
     fd_attention a = attention_over(d, d->pass->cross_keys[layer], d->pass->cross_values[layer], m->scale);
     attend_and_project(d, team, &a, o->sources, scores, &l->cross_out, add_to_residual(d, &l->cross_out, 1.0f));

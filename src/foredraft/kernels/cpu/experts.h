@@ -134,7 +134,7 @@ static void expert_block(decoder *d, fd_team *team, const fd_experts *x, fd_norm
     int rows = d->rows->num_rows, places = rows * x->per_token;
     expert_plan plan;
     place_plan(&plan, x, rows, d->experts);
-    read_all_hidden(d, team, &x->router, norm, NO_NORM);
+    read_all_hidden(d, team, &x->router, norm, NO_NORM, &NO_CHANGE);
     project(d, team, &x->router, store_to(&x->router, plan.logits, x->count, 1.0f));
     FOR_EACH_ITEM(r, rows) {
         long at = (long)r * x->per_token;

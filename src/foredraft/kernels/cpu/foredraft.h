@@ -77,6 +77,37 @@ typedef struct {
     const fd_layer *adapter; /* or NULL; only its MLP runs, with SiLU and unscaled, before the final norm */
 } fd_model;
 
+/* What an adapter adds to a product: y += B (A x), with the adapter's scale in B. B is stored in blocks of FD_BLOCK
+ * outputs. Block i multiplies the numbers [column[i], column[i] + width[i]) of A x by [width[i]][FD_BLOCK] factors. */
+#define FD_BLOCK 16
+typedef struct {
+    fd_weight a; /* [rank, k], bf16 or f32; n = 0: the adapter does not change this product, but k and kind are set */
+    const float *b;
+    const int32_t *column, *width, *offset; /* [blocks of all panels]; offset in b */
+} fd_low_rank;
+
+enum { FD_QKV, FD_OUT, FD_GATE_UP, FD_DOWN, FD_PRODUCTS };
+
+/* What an adapter adds to the products of a layer. */
+typedef struct {
+    fd_low_rank of[FD_PRODUCTS];
+} fd_layer_change;
+
+/* Rows of a pass with adapters. A place is one of these rows; places are sorted by adapter. A group has places of one
+ * adapter. */
+typedef struct {
+    int32_t num_places, num_groups, max_rank;
+    int32_t products;                     /* bit p: some adapter changes product p */
+    int64_t input_bytes;                  /* most bytes of a row of an input of A */
+    const int32_t *place;                 /* [num_rows] place of a row, -1 = it has no adapter */
+    const int32_t *row;                   /* [num_places] row of a place */
+    const int32_t *group;                 /* [num_places] first place of its group */
+    const int32_t *first;                 /* [num_groups + 1] first place of every group */
+    const fd_layer_change *const *change; /* [num_places] of its adapter, by layer */
+    char *input;                          /* [num_places, input_bytes] */
+    float *inner;                         /* [num_places, max_rank] A x */
+} fd_adapted;
+
 /* Inputs and outputs of a forward pass. */
 typedef struct {
     void *const *keys, *const *values;             /* [layers] of [slots, kv_heads, head_dim] */
@@ -87,6 +118,7 @@ typedef struct {
     void *features;      /* [num_rows, hidden_layer_count * hidden] float32 or bf16 */
     float *logits;       /* [num_logits, V] */
     char *scratch;
+    const fd_adapted *adapted; /* NULL = no row has an adapter; decoder-only models */
 } fd_pass;
 
 typedef struct {

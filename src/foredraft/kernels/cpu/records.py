@@ -95,6 +95,28 @@ class ModelRecord(ctypes.Structure):
     )
 
 
+class LowRankRecord(ctypes.Structure):
+    """Change of a product by an adapter (fd_low_rank)."""
+
+    _fields_ = (("a", WeightRecord), *((name, c_void_p) for name in "b column width offset".split()))
+
+
+class LayerChangeRecord(ctypes.Structure):
+    """Changes of the products of a layer by an adapter (fd_layer_change)."""
+
+    _fields_ = tuple((name, LowRankRecord) for name in "qkv out gate_up down".split())
+
+
+class AdaptedRecord(ctypes.Structure):
+    """Rows of a pass with adapters (fd_adapted)."""
+
+    _fields_ = (
+        *((name, c_int32) for name in "num_places num_groups max_rank products".split()),
+        ("input_bytes", c_int64),
+        *((name, c_void_p) for name in "place row group first change input inner".split()),
+    )
+
+
 class PassRecord(ctypes.Structure):
     """Inputs and outputs of a forward pass (fd_pass)."""
 
@@ -110,6 +132,7 @@ class PassRecord(ctypes.Structure):
         ("features", c_void_p),
         ("logits", c_void_p),
         ("scratch", c_void_p),
+        ("adapted", POINTER(AdaptedRecord)),
     )
 
 
@@ -277,4 +300,6 @@ RECORDS = (
     StepRootsRecord,
     TuningRecord,
     ExpertsRecord,
+    LayerChangeRecord,
+    AdaptedRecord,
 )

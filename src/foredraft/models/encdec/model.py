@@ -101,6 +101,11 @@ class EncoderDecoder(HFModel):
         return replace(self)
 
     @property
+    def adapter_obstacle(self) -> str | None:
+        """Reason why requests cannot have adapters of their own."""
+        return "it has an encoder"
+
+    @property
     def vocab_size(self) -> int:
         return len(self.decoder.head.linear.dense_weight)
 

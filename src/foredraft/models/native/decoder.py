@@ -207,6 +207,7 @@ class NativeDecoder:
         record = self.record if layer_slice is None else layer_slice.apply_to(self.record)
         scratch = self.scratch.take(self.native.handle.fd_decoder_scratch(record, rows.record))
         keys, values = pool.addresses
+        adapted = forward_batch.adapted_rows
         boundaries = (ctypes.c_int32 * len(hidden_layers))(*hidden_layers)
         job = PassRecord(
             keys=ctypes.addressof(keys),
@@ -218,6 +219,7 @@ class NativeDecoder:
             features=None if features is None else features.data_ptr(),
             logits=logits.data_ptr(),
             scratch=scratch.data_ptr(),
+            adapted=None if adapted is None else ctypes.pointer(adapted.record),
         )
         self.native.handle.fd_decoder_forward(record, rows.record, job)
         self.scratch.give_back(scratch)

@@ -106,15 +106,7 @@ class DecoderPacker:
 
     def _pack_qkv(self, attention: Any, family: DecoderFamily, rotary: int) -> WeightRecord:
         linears = [getattr(attention, name) for name in family.qkv]
-        if not family.has_interleaved_rotary:
-            return self.pack_stacked(*linears)
-        head_dim = attention.head_dim
-
-        def join(matrices: Sequence[Tensor]) -> Tensor:
-            query, key, value = matrices
-            return torch.cat([_split_pairs(query, head_dim, rotary), _split_pairs(key, head_dim, rotary), value])
-
-        return self._pack_joined(join, linears)
+        return self._pack_joined(_make_qkv_join(attention, family, rotary), linears)
 
     def pack_stacked(self, *linears: Any) -> WeightRecord:
         """Pack linear modules as one matrix with their outputs concatenated."""
@@ -122,7 +114,7 @@ class DecoderPacker:
 
     def pack_interleaved(self, *linears: Any) -> WeightRecord:
         """Pack two linear modules, or one with both outputs, with the outputs interleaved; see `interleave_rows`."""
-        return self._pack_joined(interleave_rows if len(linears) == 2 else _interleave_halves, linears)
+        return self._pack_joined(_choose_gate_up_join(linears), linears)
 
     def _pack_joined(self, join: JoinMatrices, linears: Sequence[Any]) -> WeightRecord:
         bias = None
@@ -159,6 +151,45 @@ class DecoderPacker:
         """Keep a tensor alive and return its address."""
         self.tensors.append(parameter.detach().contiguous())
         return self.tensors[-1].data_ptr()
+
+
+Product = tuple[str, list[Any], JoinMatrices]  # name of a product, its linear modules, and how their rows are joined
+
+
+def list_products(block: Any, family: DecoderFamily, rotary: int) -> list[Product]:
+    """List the products of a layer with linear modules, by the names of `kernels.low_rank.PRODUCTS`.
+
+    Args:
+        block: layer.
+        family: names of its modules.
+        rotary: number of rotated values of a head.
+    """
+    attention = block.self_attn
+    qkv = [getattr(attention, name) for name in family.qkv]
+    products: list[Product] = [
+        ("qkv", qkv, _make_qkv_join(attention, family, rotary)),
+        ("out", [attention.o_proj], _stack_rows),
+    ]
+    if family.find_experts(block) is None:
+        gate_up = [getattr(block.mlp, name) for name in family.gate_up]
+        products += [("gate_up", gate_up, _choose_gate_up_join(gate_up)), ("down", [block.mlp.down_proj], _stack_rows)]
+    return products
+
+
+def _make_qkv_join(attention: Any, family: DecoderFamily, rotary: int) -> JoinMatrices:
+    if not family.has_interleaved_rotary:
+        return _stack_rows
+    head_dim = attention.head_dim
+
+    def join(matrices: Sequence[Tensor]) -> Tensor:
+        query, key, value = matrices
+        return torch.cat([_split_pairs(query, head_dim, rotary), _split_pairs(key, head_dim, rotary), value])
+
+    return join
+
+
+def _choose_gate_up_join(linears: Sequence[Any]) -> JoinMatrices:
+    return interleave_rows if len(linears) == 2 else _interleave_halves
 
 
 def _stack_rows(blocks: Sequence[Tensor]) -> Tensor:

@@ -1,0 +1,1 @@
+"""LoRA adapters that are applied per request: reading, and their changes of a pass."""
