@@ -13,6 +13,7 @@ from foredraft import LLM, ForedraftError, MemoryLimits, Sampling
 from foredraft.models.cache_pass import CachePass
 from foredraft.models.compatibility import REMEDY
 from foredraft.models.packed_pass import PackedPass
+from foredraft.models.recomputed_pass import RecomputedPass
 from foredraft.models.recurrent.state_pass import StatePass
 
 NEW_TOKENS = 16  # the sequences become longer than the windows of the small models
@@ -22,12 +23,13 @@ KINDS = {
     "packed": "paged attention",
     "recurrent": "recurrent states, with paged attention if they have any",
     "cached": "their own attention, paged cache",
+    "recomputed": "all tokens computed again in every pass",
     "refused": "refused",
     "unmade": "not tried",
     "differs": "fault: output differs",
     "fails": "fault",
 }
-PASS_KINDS: dict[type, str] = {PackedPass: "packed", StatePass: "recurrent", CachePass: "cached"}
+PASS_KINDS: dict[type, str] = {PackedPass: "packed", StatePass: "recurrent", CachePass: "cached", RecomputedPass: "recomputed"}
 # A chain, and a tree with prompts that no step takes whole.
 DRAFTS: tuple[dict[str, Any], ...] = (
     {"drafter": "ngram", "num_speculative_tokens": 3},
