@@ -29,7 +29,12 @@ KINDS = {
     "differs": "fault: output differs",
     "fails": "fault",
 }
-PASS_KINDS: dict[type, str] = {PackedPass: "packed", StatePass: "recurrent", CachePass: "cached", RecomputedPass: "recomputed"}
+PASS_KINDS: dict[type, str] = {
+    PackedPass: "packed",
+    StatePass: "recurrent",
+    CachePass: "cached",
+    RecomputedPass: "recomputed",
+}
 # A chain, and a tree with prompts that no step takes whole.
 DRAFTS: tuple[dict[str, Any], ...] = (
     {"drafter": "ngram", "num_speculative_tokens": 3},

@@ -88,6 +88,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": {"head_dim": HEAD_DIM, "moe_topk": 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "ministral": {"head_dim": HEAD_DIM},
+    "mllama": {"text_config": {"cross_attention_layers": [1]}},
     "moshi": {"sliding_window": CONTEXT},  # generate() drops keys outside it that the model's own pass sees
     "nemotron": {"num_key_value_heads": 2},
     # transformers clamps the time step of these in prompts and not in single tokens

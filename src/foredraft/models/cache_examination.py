@@ -42,7 +42,7 @@ def examine_cache_pass(model: Any) -> CacheExamination:
     """
     cache_pass = CachePass.from_model(model)
     if cache_pass is None:
-        return CacheExamination(None, reason="keeps no KV cache: it computes the whole text again for every token")
+        return CacheExamination(None, reason="takes no KV cache of transformers")
     whole = _compute_own_logits(model, cache_pass, TOKENS)
     if find_different_rows(whole[:-1], _compute_own_logits(model, cache_pass, (*TOKENS[:-1], LAST_TOKEN))[:-1]):
         return CacheExamination(None, reason="lets tokens attend to later tokens; only causal LMs are supported")

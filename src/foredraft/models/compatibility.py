@@ -76,8 +76,7 @@ class CausalExamination:
 
 
 def examine_causal_lm(model: Any, name: str) -> CausalExamination:
-    """Check a causal LM and find how it runs: on paged attention, on its own attention with a paged cache, or over whole
-    sequences in every pass.
+    """Check a causal LM and find its pass: paged attention, its own attention with a paged cache, or whole sequences.
 
     Args:
         model: transformers model.
@@ -95,8 +94,8 @@ def examine_causal_lm(model: Any, name: str) -> CausalExamination:
         reason, recomputed = found, examine_recomputed_pass(model)
         if recomputed is not None:
             log.warning(
-                "%s (%s) %s; so it computes all tokens of a request again in every pass, which is slow for long texts",
-                name, type(model).__name__, reason,
+                "%s (%s) computes all tokens of a request again in every pass, which is slow for long texts: it %s",
+                name, type(model).__name__, reason if recomputed.is_causal else "predicts at a place after the text",
             )  # fmt: skip
             return CausalExamination(recomputed, TOKEN_ELEMENTS, run_own_pass)
     raise ForedraftError(f"{name} ({type(model).__name__}) {reason}{REMEDY}")
