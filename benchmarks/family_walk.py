@@ -122,10 +122,21 @@ def _decode_with_drafts(family: str, folder: Path, expected: list[list[int]] | s
 
 
 def _decode_reference(model: Any) -> list[list[int]] | str:
-    """Return the new tokens of `generate` in transformers for every prompt alone, or its error."""
+    """Return the new tokens of `generate` in transformers for every prompt alone, or its error.
+
+    A family whose own cache fails is decoded without one.
+    """
+    with_cache = _generate(model, {})
+    if not isinstance(with_cache, str):
+        return with_cache
+    without = _generate(model, {"use_cache": False})
+    return with_cache if isinstance(without, str) else without
+
+
+def _generate(model: Any, more: dict[str, Any]) -> list[list[int]] | str:
     generation = model.generation_config
     generation.eos_token_id = generation.forced_eos_token_id = None  # both sides generate all tokens
-    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
+    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, **more}
     outputs = []
     try:
         for prompt in PROMPTS:

@@ -27,7 +27,7 @@ SMALL_VOCAB = 61  # token ids below the vocabulary
 PARENTS = [-1, 0, 0, 1, 2, 2, 5, 3]
 LENGTH = 12
 PROMPTS = [[token % SMALL_VOCAB for token in tokens(count, count)] for count in (5, 27, 14, 9)]
-TIGHT = MemoryLimits(kv_tokens=80, page_size=4, max_batch=3, max_step_tokens=24)
+TIGHT = MemoryLimits(kv_tokens=56, page_size=4, max_batch=3, max_step_tokens=24)
 TREE = {"drafter": {"method": "ngram", "branches": 2}, "num_speculative_tokens": 4}
 CHAIN = {"drafter": "ngram", "num_speculative_tokens": 3}
 
@@ -102,8 +102,9 @@ def test_the_output_is_that_of_transformers_with_preemptions_and_chunks(family: 
     completions = llm.generate(PROMPTS, sampling)
     assert [completion.token_ids for completion in completions] == generate_expected(family)
     assert llm.engine.scheduler.num_preempted > 0
-    [again] = llm.generate([PROMPTS[1]], sampling)
-    assert again.token_ids == generate_expected(family)[1]
+    for _ in range(2):  # the pages of the first time are there for the second
+        [again] = llm.generate([PROMPTS[1]], sampling)
+        assert again.token_ids == generate_expected(family)[1]
     assert llm.engine.scheduler.prefix_hits > 0
 
 
@@ -155,6 +156,6 @@ def test_the_cost_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     assert "org/tiny-gpt (OpenAIGPTLMHeadModel) computes all tokens of a request again in every pass" in caplog.text
 
 
-@pytest.mark.parametrize("family", ["xlnet", "cpmant", "dory", "prophetnet", "reformer"])
-def test_a_model_whose_generate_gives_other_logits_does_not_run_so(family: str) -> None:
+@pytest.mark.parametrize("family", ["xlnet", "cpmant", "prophetnet", "reformer", "blt"])
+def test_a_model_with_other_logits_than_generate_or_without_layers_does_not_run_so(family: str) -> None:
     assert examine_recomputed_pass(make_model(family)) is None

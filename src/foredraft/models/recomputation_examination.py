@@ -20,9 +20,10 @@ def examine_recomputed_pass(model: Any) -> RecomputedPass | None:
     it is no language model.
 
     Returns:
-        The pass; None if its logits are not those of `generate`, or if `generate` fails.
+        The pass; None if its logits are not those of `generate`, or if `generate` fails without a cache too.
     """
     try:
+        assert model.config.get_text_config().num_hidden_layers > 0, "the engine counts layers"
         ids, expected = _generate(model)
         adds_place = make_inputs(model, ids)["input_ids"].shape[1] > ids.shape[1]
         keeps_logits = "logits_to_keep" in list_argument_names(model)
@@ -39,9 +40,20 @@ def examine_recomputed_pass(model: Any) -> RecomputedPass | None:
 
 
 def _generate(model: Any) -> tuple[Tensor, Tensor]:
-    """Decode greedily with `generate`. Returns the sequence [1, L], and the logits [c, V] of its generated tokens."""
+    """Decode greedily with `generate`, without a cache if it fails with one.
+
+    Returns:
+        The sequence [1, L], and the logits [c, V] of its generated tokens.
+    """
+    try:
+        return _call_generate(model, True)
+    except Exception:  # the model's own code may raise any exception
+        return _call_generate(model, False)
+
+
+def _call_generate(model: Any, use_cache: bool) -> tuple[Tensor, Tensor]:
     prompt = torch.tensor([TOKENS], device=model.device)
     options = {"do_sample": False, "max_new_tokens": NUM_GENERATED, "min_new_tokens": NUM_GENERATED}
-    settings = GenerationConfig(**options, output_logits=True, return_dict_in_generate=True)
+    settings = GenerationConfig(**options, use_cache=use_cache, output_logits=True, return_dict_in_generate=True)
     made = model.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=settings)
     return made.sequences, torch.cat(made.logits)
