@@ -63,8 +63,8 @@ SHARED = {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": ["sl
 HYBRID = {"layer_types": ["linear_attention", "full_attention"]}  # a cache without attention has no length
 INDEXED = {
     "layer_types": ["linear_attention", "indexed_attention"], "indexer_n_heads": 2, "indexer_kv_heads": 1,
-    "indexer_head_dim": HEAD_DIM, "indexer_budget": 8, "indexer_compress_ratio": 4, "hc_lowrank": 4, "ple_embed_dim": HIDDEN,
-    "ngram_vocab_size_base": 64, "split_ngram_parts": 4,
+    "indexer_head_dim": HEAD_DIM, "indexer_budget": 8, "indexer_compress_ratio": 4, "hc_lowrank": 4,
+    "ple_embed_dim": HIDDEN, "ngram_vocab_size_base": 64, "split_ngram_parts": 4,
 }  # fmt: skip
 # What a family needs beside SIZES, whether or not it has a default. A dict by the name of a part is for that part.
 SPECIAL: dict[str, dict[str, Any]] = {
