@@ -13,6 +13,7 @@ from foredraft import LLM, ForedraftError, MemoryLimits, Sampling
 from foredraft.models.cache_pass import CachePass
 from foredraft.models.compatibility import REMEDY
 from foredraft.models.packed_pass import PackedPass
+from foredraft.models.recomputed_pass import RecomputedPass
 from foredraft.models.recurrent.state_pass import StatePass
 
 NEW_TOKENS = 16  # the sequences become longer than the windows of the small models
@@ -22,12 +23,18 @@ KINDS = {
     "packed": "paged attention",
     "recurrent": "recurrent states, with paged attention if they have any",
     "cached": "their own attention, paged cache",
+    "recomputed": "all tokens computed again in every pass",
     "refused": "refused",
     "unmade": "not tried",
     "differs": "fault: output differs",
     "fails": "fault",
 }
-PASS_KINDS: dict[type, str] = {PackedPass: "packed", StatePass: "recurrent", CachePass: "cached"}
+PASS_KINDS: dict[type, str] = {
+    PackedPass: "packed",
+    StatePass: "recurrent",
+    CachePass: "cached",
+    RecomputedPass: "recomputed",
+}
 # A chain, and a tree with prompts that no step takes whole.
 DRAFTS: tuple[dict[str, Any], ...] = (
     {"drafter": "ngram", "num_speculative_tokens": 3},
@@ -115,10 +122,21 @@ def _decode_with_drafts(family: str, folder: Path, expected: list[list[int]] | s
 
 
 def _decode_reference(model: Any) -> list[list[int]] | str:
-    """Return the new tokens of `generate` in transformers for every prompt alone, or its error."""
+    """Return the new tokens of `generate` in transformers for every prompt alone, or its error.
+
+    A family whose own cache fails is decoded without one.
+    """
+    with_cache = _generate(model, {})
+    if not isinstance(with_cache, str):
+        return with_cache
+    without = _generate(model, {"use_cache": False})
+    return with_cache if isinstance(without, str) else without
+
+
+def _generate(model: Any, more: dict[str, Any]) -> list[list[int]] | str:
     generation = model.generation_config
     generation.eos_token_id = generation.forced_eos_token_id = None  # both sides generate all tokens
-    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
+    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, **more}
     outputs = []
     try:
         for prompt in PROMPTS:

@@ -61,6 +61,11 @@ MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_chun
 # Two layers of which the last ones read the keys of earlier ones.
 SHARED = {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2}
 HYBRID = {"layer_types": ["linear_attention", "full_attention"]}  # a cache without attention has no length
+INDEXED = {
+    "layer_types": ["linear_attention", "indexed_attention"], "indexer_n_heads": 2, "indexer_kv_heads": 1,
+    "indexer_head_dim": HEAD_DIM, "indexer_budget": 8, "indexer_compress_ratio": 4, "hc_lowrank": 4,
+    "ple_embed_dim": HIDDEN, "ngram_vocab_size_base": 64, "split_ngram_parts": 4,
+}  # fmt: skip
 # What a family needs beside SIZES, whether or not it has a default. A dict by the name of a part is for that part.
 SPECIAL: dict[str, dict[str, Any]] = {
     "bailing_hybrid": {"layer_group_size": 2},
@@ -88,6 +93,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": {"head_dim": HEAD_DIM, "moe_topk": 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "ministral": {"head_dim": HEAD_DIM},
+    "mllama": {"text_config": {"cross_attention_layers": [1]}},
     "moshi": {"sliding_window": CONTEXT},  # generate() drops keys outside it that the model's own pass sees
     "nemotron": {"num_key_value_heads": 2},
     # transformers clamps the time step of these in prompts and not in single tokens
@@ -100,6 +106,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": HYBRID,
     "qwen3_5_text": HYBRID,
     "qwen3_next": HYBRID,
+    "qwen4_exp": {"text_config": INDEXED},
+    "qwen4_exp_text": INDEXED,
     "reformer": {"axial_pos_shape": [8, 16], "axial_pos_embds_dim": [16, 48], "attn_layers": ["local", "lsh"],
                  "local_attn_chunk_length": 4, "lsh_attn_chunk_length": 4, "num_buckets": 2},
     "roc_bert": {"pronunciation_vocab_size": 16, "shape_vocab_size": 16, "pronunciation_embed_dim": 8,

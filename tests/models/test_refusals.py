@@ -14,15 +14,11 @@ from foredraft.errors import ForedraftError
 from foredraft.models.cache_pass import CachePass
 from foredraft.models.compatibility import probe_attention
 from foredraft.models.hf import HFModel
+from foredraft.models.recomputed_pass import RecomputedPass
 from tests.support.families import EXPERTS, TINY, VOCAB, PagedModel, compute_reference, make_family
-from tests.support.hybrids import REFUSED_HYBRIDS
+from tests.support.hybrids import WHOLE_HYBRIDS
 
 HEADS = {"head_dim": 8}
-PLACE = "keeps its recurrent state in another place than transformers' Cache"
-RECURRENT = {
-    "rwkv": PLACE, "xlstm": PLACE, "recurrent_gemma": PLACE, "qwen4_exp": "chooses keys with an indexer",
-    "inkling": "adds a position bias to the attention of layer 0",
-}  # fmt: skip
 
 SMALL_DECODER = {
     "vocab_size": VOCAB,
@@ -33,9 +29,11 @@ SMALL_DECODER = {
 }
 
 REFUSED = {
-    **{family: (REFUSED_HYBRIDS[family], reason) for family, reason in RECURRENT.items()},
-    "openai-gpt": (lambda: hf.OpenAIGPTConfig(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4), "keeps no KV cache"),
-    "xlm": (lambda: hf.XLMConfig(vocab_size=VOCAB, emb_dim=32, n_layers=2, n_heads=4), "attend to later tokens"),
+    # generate() continues from memories that did not see later tokens, a pass over the whole text sees all
+    "xlnet": (
+        lambda: hf.XLNetConfig(vocab_size=VOCAB, d_model=32, n_layer=2, n_head=4, initializer_range=0.3),
+        "takes no KV cache",
+    ),
 }
 NOT_SEEN = {
     "bert": (lambda: hf.BertConfig(**TINY), "lets tokens attend to later tokens"),
@@ -44,6 +42,12 @@ NOT_SEEN = {
         lambda: hf.ProphetNetConfig(**SMALL_DECODER),
         "cannot run on a paged KV cache",
     ),
+}
+# They have no pages, or states that cannot be rolled back, so they compute whole sequences.
+WHOLE = {
+    **WHOLE_HYBRIDS,
+    "openai-gpt": lambda: hf.OpenAIGPTConfig(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4),
+    "xlm": lambda: hf.XLMConfig(vocab_size=VOCAB, emb_dim=32, n_layers=2, n_heads=4),
 }
 # They attend in a way that paged attention does not, so they run on their own attention.
 ON_OWN_ATTENTION = {
@@ -95,6 +99,13 @@ def test_what_paged_attention_cannot_serve_runs_on_its_own_attention(kind: str) 
     torch.manual_seed(0)
     model = hf.AutoModelForCausalLM.from_config(ON_OWN_ATTENTION[kind]())
     assert isinstance(HFModel.wrap_model(model, kind).module_pass, CachePass)
+
+
+@pytest.mark.parametrize("kind", WHOLE)
+def test_what_no_cache_of_ours_can_serve_computes_whole_sequences(kind: str) -> None:
+    torch.manual_seed(0)
+    model = hf.AutoModelForCausalLM.from_config(WHOLE[kind]())
+    assert isinstance(HFModel.wrap_model(model, kind).module_pass, RecomputedPass)
 
 
 def test_a_model_that_ignores_logits_to_keep_gives_those_of_the_rows_asked_for() -> None:

@@ -97,8 +97,8 @@ HYBRIDS: dict[str, Callable[[], Any]] = {
     ),
 }  # fmt: skip
 
-# Families whose states or attention cannot be served, with the reason.
-REFUSED_HYBRIDS: dict[str, Callable[[], Any]] = {
+# Families whose states or attention cannot be served, so that they compute whole sequences.
+WHOLE_HYBRIDS: dict[str, Callable[[], Any]] = {
     "rwkv": _configure("RwkvConfig", STATE_SPACE, attention_hidden_size=32, without=("state_size", "conv_kernel")),
     "xlstm": _configure("xLSTMConfig", STATE_SPACE, num_heads=2, without=("state_size", "conv_kernel")),
     "recurrent_gemma": _configure(
@@ -127,7 +127,7 @@ EXACT_HYBRIDS = (
 def make_model(family: str, attention: str = "eager") -> Any:
     """Make the family's model in float64, for transformers."""
     torch.manual_seed(0)
-    model = hf.AutoModelForCausalLM.from_config((HYBRIDS | REFUSED_HYBRIDS)[family](), attn_implementation=attention)
+    model = hf.AutoModelForCausalLM.from_config((HYBRIDS | WHOLE_HYBRIDS)[family](), attn_implementation=attention)
     model.eval().double().set_attn_implementation(attention)
     model.generation_config.eos_token_id = None  # both sides generate all tokens
     for module in model.modules():

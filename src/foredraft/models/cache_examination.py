@@ -42,9 +42,9 @@ def examine_cache_pass(model: Any) -> CacheExamination:
     """
     cache_pass = CachePass.from_model(model)
     if cache_pass is None:
-        return CacheExamination(None, reason="keeps no KV cache: it computes the whole text again for every token")
+        return CacheExamination(None, reason="takes no KV cache of transformers")
     whole = _compute_own_logits(model, cache_pass, TOKENS)
-    if _find_different_rows(whole[:-1], _compute_own_logits(model, cache_pass, (*TOKENS[:-1], LAST_TOKEN))[:-1]):
+    if find_different_rows(whole[:-1], _compute_own_logits(model, cache_pass, (*TOKENS[:-1], LAST_TOKEN))[:-1]):
         return CacheExamination(None, reason="lets tokens attend to later tokens; only causal LMs are supported")
     branch = _compute_own_logits(model, cache_pass, (*TOKENS[: NUM_COMMITTED + 1], *BRANCH))
     n = NUM_COMMITTED
@@ -52,7 +52,7 @@ def examine_cache_pass(model: Any) -> CacheExamination:
     expected = torch.cat([whole[:n], whole[:NUM_SHORT], torch.stack(nodes), whole[NUM_SHORT:n]])
     equal_lengths = replace(cache_pass, is_padded=False)
     logits, kv_elements = _compute_paged_logits(model, equal_lengths)
-    different = _find_different_rows(logits, expected)
+    different = find_different_rows(logits, expected)
     is_exact = torch.finfo(model.dtype).eps <= torch.finfo(torch.float32).eps
     if len(different) > (0 if is_exact else MAX_DIFFERENT_SHARE * len(logits)):
         reason = "gives other logits if a text is divided into passes, so drafts would change its output"
@@ -105,7 +105,7 @@ def _compute_own_logits(model: Any, cache_pass: CachePass, tokens: tuple[int, ..
     return logits
 
 
-def _find_different_rows(ours: Tensor, expected: Tensor) -> list[int]:
+def find_different_rows(ours: Tensor, expected: Tensor) -> list[int]:
     """Return the rows whose logits differ by more than rounding."""
     precision = max(torch.finfo(expected.dtype).eps, torch.finfo(torch.float32).eps)
     is_close = _measure_errors(ours, expected) <= MAX_ROW_ERROR * precision**0.5

@@ -23,6 +23,8 @@ from foredraft.models.attention import read_implementations
 from foredraft.models.cache_examination import examine_cache_pass, run_own_pass
 from foredraft.models.cache_pass import RecurrentStateError
 from foredraft.models.packed_pass import ModulePass, PackedPass
+from foredraft.models.recomputation_examination import examine_recomputed_pass
+from foredraft.models.recomputed_pass import TOKEN_ELEMENTS
 from foredraft.models.recurrent.examination import (
     find_cache_obstacle,
     find_state_obstacle,
@@ -74,7 +76,7 @@ class CausalExamination:
 
 
 def examine_causal_lm(model: Any, name: str) -> CausalExamination:
-    """Check a causal LM and find how it runs: on paged attention, or on its own attention with a paged cache.
+    """Check a causal LM and find its pass: paged attention, its own attention with a paged cache, or whole sequences.
 
     Args:
         model: transformers model.
@@ -89,7 +91,13 @@ def examine_causal_lm(model: Any, name: str) -> CausalExamination:
         if isinstance(found, CausalExamination):
             _warn_about_positions(model, name)
             return found
-        reason = found
+        reason, recomputed = found, examine_recomputed_pass(model)
+        if recomputed is not None:
+            log.warning(
+                "%s (%s) computes all tokens of a request again in every pass, which is slow for long texts: it %s",
+                name, type(model).__name__, reason if recomputed.is_causal else "predicts at a place after the text",
+            )  # fmt: skip
+            return CausalExamination(recomputed, TOKEN_ELEMENTS, run_own_pass)
     raise ForedraftError(f"{name} ({type(model).__name__}) {reason}{REMEDY}")
 
 

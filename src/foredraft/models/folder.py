@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from foredraft.errors import ForedraftError
 from foredraft.files import hub
@@ -207,8 +208,9 @@ def build_on_meta(kind: Any, config: Any) -> Any:
     """Build the model of a configuration on device meta, without memory.
 
     Args:
-        kind: transformers auto class.
+        kind: auto class or model class of transformers.
         config: transformers configuration.
     """
+    is_model_class = isinstance(kind, type) and issubclass(kind, PreTrainedModel)
     with torch.device("meta"):
-        return kind.from_config(config)
+        return kind(config) if is_model_class else kind.from_config(config)

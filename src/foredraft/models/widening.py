@@ -15,6 +15,7 @@ from transformers import AutoConfig, GenerationConfig
 from foredraft.errors import ForedraftError
 from foredraft.kernels.quantize import QUANTIZED_KINDS, QuantizedWeight
 from foredraft.models.folder import list_weight_files, read_config
+from foredraft.models.mxfp4 import decode_mxfp4
 from foredraft.models.quantized import find_quantization_block
 from foredraft.models.rounded_grids import (
     AWQ_BITS,
@@ -26,9 +27,10 @@ from foredraft.models.rounded_grids import (
 )
 
 log = logging.getLogger(__name__)
-WIDENED_KINDS = ("gptq", "awq", "compressed-tensors")
+MXFP4 = "mxfp4"
+WIDENED_KINDS = ("gptq", "awq", "compressed-tensors", MXFP4)
 COMPRESSED_FORMATS = ("pack-quantized", "int-quantized", "naive-quantized", "float-quantized")
-SCALE_PARTS = {"gptq": "scales", "awq": "scales", "compressed-tensors": "weight_scale"}
+SCALE_PARTS = {"gptq": "scales", "awq": "scales", "compressed-tensors": "weight_scale", MXFP4: "scales"}
 PART_NAMES = {
     "gptq": ("qweight", "qzeros", "scales", "g_idx"),
     "awq": ("qweight", "qzeros", "scales"),
@@ -36,6 +38,7 @@ PART_NAMES = {
         "weight", "weight_packed", "weight_shape", "weight_scale", "weight_zero_point", "weight_g_idx",
         "input_scale", "input_zero_point",
     ),
+    MXFP4: ("blocks", "scales"),
 }  # fmt: skip
 # Scales of a KV cache that the engine rounds. The cache here keeps the floating type.
 CACHE_SCALES = ("k_scale", "v_scale", "q_scale")
@@ -144,15 +147,18 @@ def _read_weights(
     grids: dict[str, QuantizedWeight] = {}
     with ExitStack() as stack:
         opened = _open_tensors(folder, name, stack)
-        for path, names in sorted(_group_parts(opened).items()):
+        for path, names in sorted(_group_parts(opened, "_" if kind == MXFP4 else ".").items()):
             parts = [part for part in PART_NAMES[kind] if part in names] if SCALE_PARTS[kind] in names else []
             if parts:
                 stored = {part: opened[names[part]].get_tensor(names[part]) for part in parts}
-                grid = _unpack(stored, settings, bits, f"{name}: the weights of {path}")
-                found[f"{path}.weight"] = grid.decode().to(dtype)
-                fitting = None if kernel is None else grid.fit_kernel(kernel)
-                grids |= {} if fitting is None else {path: fitting}
-                widened += 1
+                title, widened = f"{name}: the weights of {path}", widened + 1
+                if kind == MXFP4:
+                    found[path] = _decode_experts(stored, dtype, title)
+                else:
+                    grid = _unpack(stored, settings, bits, title)
+                    found[f"{path}.weight"] = grid.decode().to(dtype)
+                    fitting = None if kernel is None else grid.fit_kernel(kernel)
+                    grids |= {} if fitting is None else {path: fitting}
             for part in names.keys() - {*parts, *CACHE_SCALES}:
                 tensor = opened[names[part]].get_tensor(names[part])
                 found[names[part]] = tensor.to(dtype) if tensor.is_floating_point() else tensor
@@ -170,11 +176,11 @@ def _open_tensors(folder: Path, name: str, stack: ExitStack) -> dict[str, Any]:
     return opened
 
 
-def _group_parts(keys: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Group the names of tensors by module: path -> part -> name."""
+def _group_parts(keys: Iterable[str], separator: str) -> dict[str, dict[str, str]]:
+    """Group the names of tensors by what stands before the last separator, a module or matrix: path -> part -> name."""
     groups: dict[str, dict[str, str]] = {}
     for key in keys:
-        path, _, part = key.rpartition(".")
+        path, _, part = key.rpartition(separator)
         groups.setdefault(path, {})[part] = key
     return groups
 
@@ -190,6 +196,14 @@ def _unpack(parts: Mapping[str, Tensor], settings: Mapping[str, Any], bits: int,
         raise ForedraftError(f"{title} could not be decoded as {kind} ({error}); fetch the folder again") from error
 
 
+def _decode_experts(parts: Mapping[str, Tensor], dtype: torch.dtype, title: str) -> Tensor:
+    """Decode the matrices of experts in MXFP4. `title` names them in errors."""
+    try:
+        return decode_mxfp4(parts["blocks"], parts["scales"], dtype)
+    except (KeyError, ForedraftError) as error:
+        raise ForedraftError(f"{title} could not be decoded as MXFP4 ({error}); fetch the folder again") from error
+
+
 def _read_block(settings: Mapping[str, Any]) -> tuple[int, int] | None:
     """Read the shape of the blocks of compressed-tensors that share a scale; None for other groups."""
     weights = [group["weights"] for group in settings["config_groups"].values()]
@@ -202,6 +216,8 @@ def _read_block(settings: Mapping[str, Any]) -> tuple[int, int] | None:
 def _read_bits(settings: Mapping[str, Any], name: str) -> int:
     """Read the bits of a weight, and refuse layouts that are not decoded."""
     kind, remedy = settings["quant_method"], "use the unquantised checkpoint with quantization='int8' or 'int4'"
+    if kind == MXFP4:
+        return 4
     if kind == "awq":
         version, bits = str(settings.get("version", "gemm")).lower(), settings.get("bits", AWQ_BITS)
         if version != "gemm" or bits != AWQ_BITS:
