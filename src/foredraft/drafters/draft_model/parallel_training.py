@@ -27,13 +27,15 @@ def prepare_parallel(model: Any, mask_token_id: int | None) -> None:
         mask_token_id: the token; None = that of its configuration, or the last of the vocabulary.
 
     Raises:
-        ForedraftError: for a token outside the vocabulary, or a model that cannot be trained so.
+        ForedraftError: for a token outside the vocabulary or another than the stored one, or a model that cannot be trained so.
     """
     config = model.config
     if config.is_encoder_decoder:
         raise ForedraftError("an encoder-decoder model cannot be trained to draft in parallel; leave parallel out")
     size, stored = config.get_text_config().vocab_size, read_mask_token(config)
     token = mask_token_id if mask_token_id is not None else size - 1 if stored is None else stored
+    if stored not in (None, token):
+        raise ForedraftError(f"the draft model has mask_token_id={stored}, not {token}; leave mask_token_id out")
     if not 0 <= token < size:
         raise ForedraftError(f"mask_token_id must lie in 0..{size - 1}, got {token}")
     if not _has_full_attention(config) or not takes_masked_rows(model, token):
