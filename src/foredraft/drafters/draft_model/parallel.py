@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from foredraft.drafters.common.growing_kv_draft import GrowingKVDraft
@@ -87,4 +88,4 @@ class ParallelDraftModel(DraftModel):
             num_rows += len(tokens)
             logit_rows += range(num_rows - depth, num_rows)
         logits, _ = self.lm.forward(ForwardBatch.build(masked, logit_rows, page_size, self.context.device))
-        return logits[:, : self.context.vocab_size].split(depths)
+        return torch.split(logits[:, : self.context.vocab_size], depths)

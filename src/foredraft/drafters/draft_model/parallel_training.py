@@ -27,7 +27,8 @@ def prepare_parallel(model: Any, mask_token_id: int | None) -> None:
         mask_token_id: the token; None = that of its configuration, or the last of the vocabulary.
 
     Raises:
-        ForedraftError: for a token outside the vocabulary or another than the stored one, or a model that cannot be trained so.
+        ForedraftError: for a token outside the vocabulary or other than the stored one, or a model that cannot be
+            trained so.
     """
     config = model.config
     if config.is_encoder_decoder:
