@@ -10,7 +10,7 @@ from foredraft import LLM, Sampling
 from foredraft.draft_length.acceptance import SurvivalEstimator
 from foredraft.draft_length.adaptive import AdaptiveLengthPolicy
 from foredraft.draft_length.costs import CostCurve
-from foredraft.draft_length.policy import DraftCandidate
+from foredraft.draft_length.policy import DraftCandidate, DraftOutcome, StepReport
 from foredraft.drafters.interface import Drafter
 from foredraft.drafters.wrapper import DrafterWrapper
 from foredraft.request import Batch
@@ -116,7 +116,17 @@ def test_the_plan_follows_predictions_at_once() -> None:
 def test_the_length_of_a_step_is_chosen_before_its_predictions() -> None:
     policies = [AdaptiveLengthPolicy(CostCurve(SimulatedEngine(stairs).points())) for _ in range(2)]
     candidates = [DraftCandidate(0, 8)]
-    assert policies[0].allocate(candidates, 1) == policies[1].allocate(candidates, 1)
+    for step in range(60):
+        granted = [policy.allocate(candidates, 1) for policy in policies]
+        assert granted[0] == granted[1], "only the reports of later steps differ"
+        count, is_good = granted[0][0], step % 3 > 0
+        kept = tuple(range(1, count + 1)) if is_good else ()
+        for policy, last in zip(policies, (GOOD, BAD), strict=True):
+            predicted = (last if step == 59 else GOOD if is_good else BAD,) * count
+            outcome = DraftOutcome(0, count, count, kept, predicted)
+            policy.record_step(StepReport(1, 1 + count, 1 + count, 100, 0.1 * count, 1.0 + 0.1 * count, (outcome,)))
+    good, bad = (policy.observer.survival.estimate_survival([0], 1) for policy in policies)
+    assert good > bad, "the next length may differ"
 
 
 class Prophet(DrafterWrapper):
@@ -132,11 +142,10 @@ class Prophet(DrafterWrapper):
 def test_output_is_that_of_plain_decoding(temperature: float) -> None:
     plain = tiny_models.plain()
     drafter: Drafter = Prophet(tiny_models.draft_model(4))
-    llm: LLM = plain.with_drafter(drafter, "auto", "match")
+    llm: LLM = plain.with_drafter(drafter, verify="match")
+    policy = llm.engine.length_policy = AdaptiveLengthPolicy()
     prompts = [[33], [44, 45], [5, 6, 7, 8]]
     samplings = [Sampling(max_tokens=60, temperature=temperature, seed=i, ignore_eos=True) for i in range(3)]
     found = [c.token_ids for c in llm.generate(prompts, samplings)]
     assert found == [c.token_ids for c in plain.generate(prompts, samplings)]
-    policy = llm.engine.length_policy
-    assert isinstance(policy, AdaptiveLengthPolicy)
     assert policy.observer.survival._confidence_factors._calibrations, "no prediction has reached the policy"
