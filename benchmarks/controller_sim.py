@@ -1,12 +1,15 @@
 """Adaptive draft lengths on simulated engines, and the cost of their decisions on this machine.
 
-    python benchmarks/controller_sim.py [--steps 3000] [--loads 1,4,16]
+    python benchmarks/controller_sim.py [--steps 3000] [--loads 1,4,16] [--predictions]
+
+With --predictions: speeds with a drafter that predicts the acceptance of its tokens, while that of a text changes.
 
 The speeds are simulated with fixed seeds, so they are equal on all machines; docs/controller.md lists them. The
 microseconds are measured.
 """
 
 import argparse
+import random
 import time
 
 from foredraft.draft_length.adaptive import AdaptiveLengthPolicy
@@ -60,6 +63,47 @@ def print_speeds(loads: list[int], steps: int) -> None:
                 )
 
 
+# Steps after which the acceptance of a request changes, and its two values. 0 = never.
+TEXTS = ((0, (0.7, 0.7)), (10, (0.2, 0.9)), (40, (0.2, 0.9)), (40, (0.5, 0.95)), (160, (0.2, 0.9)))
+PREDICTIONS = {
+    "none": None,
+    "exact": lambda rate, noise: rate,
+    "noisy": lambda rate, noise: min(max(rate + 0.2 * noise, 0.01), 0.99),
+    "unrelated": lambda rate, noise: min(max(0.5 + 0.2 * noise, 0.01), 0.99),
+}
+SEEDS = 4
+
+
+def print_predictions(loads: list[int], steps: int) -> None:
+    """Print speeds on `stairs` with a draft level of 0.1 passes: means over SEEDS."""
+    print(f"| acceptance | changes after | requests | {' | '.join(PREDICTIONS)} |")
+    print(f"| --- | ---: | ---: | {' | '.join(['---:'] * len(PREDICTIONS))} |")
+    for length, rates in TEXTS:
+        for load in loads:
+            speeds = [_measure_speed(length, rates, load, name, steps) for name in PREDICTIONS]
+            cells = " | ".join(f"{speed:.2f}x" for speed in speeds)
+            print(f"| {rates[0]} or {rates[1]} | {length or 'never'} | {load} | {cells} |", flush=True)
+
+
+def _measure_speed(length: int, rates: tuple[float, float], load: int, prediction: str, steps: int) -> float:
+    def accept(step: int, request: int) -> float:
+        return random.Random(f"{request} {step // length if length else 0}").choice(rates)
+
+    speeds = []
+    for seed in range(SEEDS):
+        engine = SimulatedEngine(
+            CURVES["stairs"],
+            draft=0.1,
+            reading=0.002,
+            accept=accept,
+            load=lambda step: load,
+            predict=PREDICTIONS[prediction],
+            seed=seed,
+        )
+        speeds.append(run(engine, AdaptiveLengthPolicy(CostCurve(engine.points())), steps).speed)
+    return sum(speeds) / len(speeds)
+
+
 def print_overhead(steps: int) -> None:
     print("\n| requests | nodes | microseconds a step |")
     print("| ---: | ---: | ---: |")
@@ -74,7 +118,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--loads", default="1,4,16")
+    parser.add_argument("--predictions", action="store_true")
     args = parser.parse_args()
+    if args.predictions:
+        print_predictions([int(load) for load in args.loads.split(",")], args.steps)
+        return
     print_speeds([int(load) for load in args.loads.split(",")], args.steps)
     print_overhead(min(args.steps, 1000))
 

@@ -1,8 +1,11 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from foredraft.drafters.draft import Draft
 from foredraft.tree import Commit, TokenTree
 
 #          0                 0
@@ -224,3 +227,12 @@ def test_node_numbers_of_any_integer_type_are_integers_and_others_are_refused():
     assert all(type(token) is int for token in tree.tokens[0])
     with pytest.raises(TypeError):
         TokenTree.from_lists([[3.5]], [[-1]])
+
+
+def test_confidences_stay_with_their_requests():
+    tree = replace(TokenTree.from_chains([[1, 2, 3], [4], [5, 6]]), confidences={0: (0.9, 0.5), 2: (0.25,)})
+    assert tree.copy().confidences == tree.confidences
+    assert tree.select([2, 1]).confidences == {0: (0.25,)}
+    grown = tree.prepend_committed([[7], [], [8, 9]], committed_next=[[1], [], [9, 5]])
+    assert grown.confidences == tree.confidences
+    assert Draft((1, 2, 3), (0, 1, 2), confidences=(0.9, 0.5, 0.1)).limit_depth(2).confidences == (0.9, 0.5)

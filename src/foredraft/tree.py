@@ -92,6 +92,9 @@ class TokenTree:
     # Samples with replacement, and those of further drafters of a merged tree, by batch index and parent (counted from
     # the root). Those below one parent are verified in this order, after the children sampled from `q`.
     further_samples: Mapping[tuple[int, int], tuple[SampledSiblings, ...]] | None = None
+    # By batch index of a chain: predicted probability, for every draft node, that it is accepted if its parent is. The
+    # draft-length policy reads them after the step; verification does not.
+    confidences: Mapping[int, tuple[float, ...]] | None = None
 
     @classmethod
     def from_lists(
@@ -110,7 +113,8 @@ class TokenTree:
         tokens, parents = [list(row) for row in self.tokens], [list(row) for row in self.parents]
         num_sampled = None if self.num_sampled_children is None else tuple(self.num_sampled_children)
         further = None if self.further_samples is None else dict(self.further_samples)
-        return TokenTree(tokens, parents, self.q, self.committed_next, num_sampled, frozenset(self.predicted), further)
+        predicted, confidences = frozenset(self.predicted), None if self.confidences is None else dict(self.confidences)
+        return TokenTree(tokens, parents, self.q, self.committed_next, num_sampled, predicted, further, confidences)
 
     @lazy_property
     def sizes(self) -> list[int]:
@@ -199,7 +203,10 @@ class TokenTree:
         if self.further_samples is not None:
             items = self.further_samples.items()
             further = {(i, node): found for i, b in enumerate(indices) for (owner, node), found in items if owner == b}
-        return TokenTree(tokens, parents, q, committed_next, num_sampled, predicted, further)
+        confidences = None
+        if self.confidences is not None:
+            confidences = {i: self.confidences[b] for i, b in enumerate(indices) if b in self.confidences}
+        return TokenTree(tokens, parents, q, committed_next, num_sampled, predicted, further, confidences)
 
     def prepend_committed(
         self, prefixes: Sequence[Sequence[int]], committed_next: Sequence[Sequence[int]]
@@ -224,6 +231,7 @@ class TokenTree:
             self.num_sampled_children,
             self.predicted,
             self.further_samples,  # counted from the roots
+            self.confidences,
         )
 
 

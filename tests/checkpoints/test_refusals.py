@@ -101,7 +101,6 @@ def test_a_whole_model_of_another_architecture(tmp_path, name):
     ("config", "tensor", "name"),
     [
         ({"dspark_config": {}}, "markov_w1", "DSpark"),
-        ({"pard_token": 3}, "unheard.of.weight", "PARD"),
         ({}, "mtp_layers.0.fc.weight", "MTP"),
         ({}, "model.layers.61.eh_proj.weight", "MTP"),
         ({"speculators_model_type": "domino"}, "fc.weight", "speculators' domino"),

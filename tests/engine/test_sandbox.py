@@ -5,7 +5,9 @@ size reaching the embedding, NaN in q turning into token 0, an exception that en
 """
 
 import logging
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -101,6 +103,13 @@ FAULTS: dict[str, Callable[[Batch], TokenTree]] = {
     "tensors": change_draft(lambda batch, tree: TokenTree([*map(torch.tensor, tree.tokens)], tree.parents)),
     "q of another width": change_draft(lambda batch, tree: TokenTree(tree.tokens, tree.parents, torch.ones(3, V + 1))),
     "q of another height": change_draft(lambda batch, tree: TokenTree(tree.tokens, tree.parents, torch.ones(1, V))),
+    "too few confidences": change_draft(lambda batch, tree: replace(tree, confidences={0: ()})),
+    "confidences that are no numbers": change_draft(
+        lambda batch, tree: replace(tree, confidences={0: (math.nan,) * (tree.sizes[0] - 1)})
+    ),
+    "confidences of a request that is not there": change_draft(
+        lambda batch, tree: replace(tree, confidences={len(batch): (0.5,)})
+    ),
     "successors it cannot know": change_draft(
         lambda batch, tree: TokenTree(tree.tokens, tree.parents, committed_next=tuple((1,) for _ in range(len(batch))))
     ),

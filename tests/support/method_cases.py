@@ -26,7 +26,7 @@ from foredraft.drafters.registry import load_methods
 from foredraft.engine.sandbox import SandboxedDrafter
 from foredraft.request import Request
 from foredraft.verification.registry import RULES
-from tests.support import tiny_models, tiny_vocabularies
+from tests.support import tiny_models, tiny_parallel, tiny_vocabularies
 from tests.support.devices import TEST_DEVICE
 from tests.support.gemma4_assistants import AssistantCase
 from tests.support.tiny_heads import HeadCase
@@ -79,11 +79,13 @@ def _make_plain(method: Method, variant: Variant) -> CaseMaker:
 
 
 def _make_draft_model(method: Method, variant: Variant) -> CaseMaker:
-    """Draft with a tiny model, of another vocabulary if the variant translates."""
+    """Draft with a tiny model, in parallel or of another vocabulary if the variant says so."""
 
     def make(num_tokens: int, llm: LLM | None = None) -> Drafter:
         options = dict(variant.options(num_tokens))
         vocab = options.pop("vocab", None)
+        if options.pop("parallel", False):
+            return tiny_parallel.make_drafter(num_tokens, TreeOptions(**options), find_device(llm))
         if vocab is None:
             return tiny_models.draft_model(num_tokens, options=TreeOptions(**options), device=find_device(llm))
         return tiny_vocabularies.drafter(vocab, num_tokens, TreeOptions(**options), device=find_device(llm))

@@ -72,6 +72,8 @@ class SimulatedEngine:
     outliers: float = 0.0  # chance of a step that takes ten times as long
     swing: Callable[[int], float] = lambda step: 1.0  # the whole machine, slower or faster
     branches: int = 1  # above 1: a tree of this many siblings at every level
+    # Predicted acceptance of a node from the true one, under a random number of the normal distribution; None = none.
+    predict: Callable[[float, float], float] | None = None
     seed: int = 0
 
     def points(self, sizes: Sequence[int] = POINTS) -> list[tuple[int, float]]:
@@ -145,7 +147,7 @@ def _step(
     chance: random.Random,
     totals: SimulationTotals,
 ) -> None:
-    count = len(running)
+    count, foresight = len(running), random.Random(f"{world.seed} {step}")
     asks = [
         DraftCandidate(r.slot, min(world.most, r.left - 1), min(world.least, r.left - 1), world.kind(r.number))
         for r in running
@@ -158,7 +160,11 @@ def _step(
         budget = budgets.get(r.slot, 0)
         drafted = budget if budget and chance.random() < world.proposes else 0
         kept = _accept_nodes(world, step, r.number, drafted, chance)
-        outcomes.append(DraftOutcome(r.slot, budget, drafted, kept))
+        predicted: tuple[float, ...] = ()
+        if world.predict is not None:
+            rate = world.accept(step, r.number)
+            predicted = tuple(world.predict(rate, foresight.gauss(0.0, 1.0)) for _ in range(drafted))
+        outcomes.append(DraftOutcome(r.slot, budget, drafted, kept, predicted))
         read += r.unread if budget else 0
         r.unread = 0 if budget else r.unread + 1
         r.left -= 1 + len(kept)

@@ -10,9 +10,7 @@ from foredraft.checkpoints.tensors import TensorFiles
 from foredraft.errors import ForedraftError
 
 # Signs of drafters that are recognised but not supported: keys of config.json, tensor names.
-UNSUPPORTED_KEYS = {
-    "dspark_config": "DSpark", "pard_token": "PARD",
-}  # fmt: skip
+UNSUPPORTED_KEYS = {"dspark_config": "DSpark"}
 UNSUPPORTED_TENSORS = {
     r"(model\.)?mtp_layers\.": "MTP",
     r"(model\.layers\.\d+\.)?eh_proj\.": "MTP",

@@ -9,6 +9,8 @@ count against a longer one.
 from collections import defaultdict
 from collections.abc import Sequence
 
+from foredraft.draft_length.confidence import ConfidenceFactors
+
 INITIAL_ACCEPTANCE = 0.6  # prior acceptance rate of the first node, before any draft
 SHARED_MEMORY, OWN_MEMORY = 256, 96  # decay constants, in drafts, of the shared tally and of a request's own tally
 SHARED_PRIOR, OWN_PRIOR = 2.0, 8.0  # strength of the prior rate of a node, in trials
@@ -154,6 +156,7 @@ class SurvivalEstimator:
     def __init__(self, shared_memory: int = SHARED_MEMORY) -> None:
         self._accepted_rates = NodeRateEstimator(INITIAL_ACCEPTANCE, shared_memory)
         self._drafted_rates = NodeRateEstimator(1.0, shared_memory)
+        self._confidence_factors = ConfidenceFactors()
         self.is_tree = False  # a draft has had accepted nodes that are not 1, 2, 3 and so on: drafts are trees
         self.is_short = False  # a draft has had fewer nodes than granted
         self._kinds: dict[int, int] = {}  # slot -> kind
@@ -162,7 +165,14 @@ class SurvivalEstimator:
         """Set the kind of a request (0 greedy, 1 sampled). Kinds share no evidence."""
         self._kinds[slot] = kind
 
-    def record_draft(self, slot: int, granted_nodes: int, num_drafted: int, accepted_nodes: Sequence[int]) -> None:
+    def record_draft(
+        self,
+        slot: int,
+        granted_nodes: int,
+        num_drafted: int,
+        accepted_nodes: Sequence[int],
+        confidences: Sequence[float] = (),
+    ) -> None:
         """Record the outcome of one request's draft; fields as in `DraftOutcome`."""
         if granted_nodes <= 0:
             self.record_idle(slot)
@@ -170,11 +180,15 @@ class SurvivalEstimator:
         if accepted_nodes and accepted_nodes[-1] != len(accepted_nodes) and not self.is_tree:
             self.is_tree = True
             self._accepted_rates.clear()
+            self._confidence_factors.clear()
         # A node that was granted but not drafted counts as rejected, because the estimate is for granted nodes.
         tried = (
             range(1, granted_nodes + 1) if self.is_tree else range(1, min(len(accepted_nodes) + 1, granted_nodes) + 1)
         )
         kind = self._kinds.get(slot, 0)
+        if confidences and not self.is_tree:
+            rates = self._accepted_rates.estimate_kind(kind, len(confidences), 1.0)
+            self._confidence_factors.record(slot, kind, confidences, len(accepted_nodes), rates)
         self._accepted_rates.record(slot, kind, tried, accepted_nodes)
         self.is_short = self.is_short or num_drafted < granted_nodes
         if self.is_short:
@@ -202,6 +216,7 @@ class SurvivalEstimator:
         for slot in slots:
             self._accepted_rates.forget(slot)
             self._drafted_rates.forget(slot)
+            self._confidence_factors.forget(slot)
             self._kinds.pop(slot, None)
 
     def estimate_survival(self, slots: Sequence[int], max_nodes: int) -> list[list[float]]:
@@ -210,7 +225,12 @@ class SurvivalEstimator:
         It is also the expected number of tokens that granting the node adds.
         """
         rates = self._estimate_rates(self._accepted_rates, slots, max_nodes, TREE_DECLINE if self.is_tree else 1.0)
+        rates = [self._confidence_factors.adjust(slot, row) for slot, row in zip(slots, rates, strict=True)]
         return [_fit_isotonic(row) if self.is_tree else _accumulate_products(row) for row in rates]
+
+    def list_confidence_levels(self, slots: Sequence[int]) -> tuple[int, ...]:
+        """Return a number for each request that changes with its confidences; () if no drafter gives any."""
+        return self._confidence_factors.list_levels(slots)
 
     def estimate_draft_probs(self, slots: Sequence[int], max_nodes: int) -> list[list[float]]:
         """Return [B][max_nodes]: probability that node j is drafted if it is granted."""

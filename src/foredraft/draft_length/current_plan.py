@@ -51,7 +51,8 @@ class CurrentPlan:
         """Return the plan for the adjustable candidates; a new one unless the current plan may still be used."""
         observer = self._observer
         survival = observer.survival
-        key = (num_pass_tokens, tuple(candidates), observer.num_others, survival.is_tree)
+        levels = survival.list_confidence_levels([c.slot for c in candidates])
+        key = (num_pass_tokens, tuple(candidates), observer.num_others, survival.is_tree, levels)
         self._age += 1
         if self._is_current(key, len(adjustable)):
             return self.plan

@@ -96,7 +96,7 @@ class StepObserver:
         survival, num_steps = self.survival, self._num_unobserved + 1
         for o in outcomes:
             if o.granted_nodes > 0:
-                survival.record_draft(o.slot, o.granted_nodes, o.num_drafted, o.accepted_nodes)
+                survival.record_draft(*o)
                 self.unread.record_draft(o.slot, self.step)
             else:
                 survival.record_idle(o.slot, num_steps)

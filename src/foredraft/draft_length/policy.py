@@ -45,6 +45,8 @@ class DraftOutcome(NamedTuple):
     num_drafted: int  # nodes that the drafter proposed
     # Accepted nodes that saved a forward pass, counted from 1 after the root; those of a chain are 1, 2, 3.
     accepted_nodes: tuple[int, ...] = ()
+    # Predicted probability, for every drafted node of a chain, that it is accepted if those before it are; () = none.
+    confidences: tuple[float, ...] = ()
 
 
 class StepReport(NamedTuple):

@@ -27,6 +27,7 @@ class Draft:
     q: Tensor | None = None
     # Samples with replacement, by parent; the row of q of such a parent is zeros.
     samples: Mapping[int, SampledSiblings] | None = None
+    confidences: tuple[float, ...] | None = None  # of the nodes of a chain, as in `TokenTree`
 
     @classmethod
     def from_chain(cls, tokens: Sequence[int], q: Tensor | None = None) -> "Draft":
@@ -78,6 +79,7 @@ class Draft:
             tuple(index[self.parents[node - 1]] for node in nodes[1:]),
             None if self.q is None else self.q[nodes],
             samples or None,
+            None if self.confidences is None else self.confidences[: len(nodes) - 1],
         )
 
 
@@ -97,7 +99,10 @@ def to_token_tree(batch: Batch, drafts: Mapping[int, Draft]) -> TokenTree:
     parents = [[-1, *draft.parents] for draft in all_drafts]
     tree = TokenTree.from_lists(tokens, parents, _stack_q(batch, all_drafts))
     samples = {(b, node): (found,) for b, d in enumerate(all_drafts) for node, found in (d.samples or {}).items()}
-    return replace(tree, further_samples=samples) if samples else tree
+    confidences = {b: draft.confidences for b, draft in enumerate(all_drafts) if draft.confidences is not None}
+    if samples or confidences:
+        return replace(tree, further_samples=samples or None, confidences=confidences or None)
+    return tree
 
 
 def root_tree(batch: Batch) -> TokenTree:

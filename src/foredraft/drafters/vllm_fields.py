@@ -51,7 +51,9 @@ MISSING_FIELDS: Mapping[str, MissingField] = {
     "disable_mqa_scorer": MissingField(_SCHEDULING, (False,)),
     "disable_logprobs": MissingField("log-probabilities are always those of the target; leave it out", (False,)),
     "use_local_argmax_reduction": MissingField(_ONE_DEVICE, (False,)),
-    "parallel_drafting": MissingField("use the method medusa or blockwise, whose heads draft in one pass", (False,)),
+    "parallel_drafting": MissingField(
+        "it is an option of draft_model and eagle3; medusa, blockwise and dflash draft in one pass", (False,)
+    ),
     "enable_adaptive_verification": MissingField(
         "num_speculative_tokens 'auto' adapts the draft to the measured acceptance", (False,)
     ),

@@ -54,5 +54,6 @@ def collect_outcomes(batch: Batch, tree: TokenTree, commit: Commit) -> tuple[Dra
         root, size = tree.roots[b], tree.sizes[b]
         if root < size and b not in commit.failed:
             accepted = tuple([node - root for node in commit.paths[b][root + 1 :]]) if root + 1 < size else ()
-            outcomes.append(DraftOutcome(request.slot, granted, size - root - 1, accepted))
+            confidences = () if tree.confidences is None else tree.confidences.get(b, ())
+            outcomes.append(DraftOutcome(request.slot, granted, size - root - 1, accepted, confidences))
     return tuple(outcomes)

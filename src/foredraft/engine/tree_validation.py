@@ -19,8 +19,8 @@ class ValidatedTree(TokenTree):
         tokens, parents = [list(row) for row in tree.tokens], [list(row) for row in tree.parents]
         num_sampled = None if tree.num_sampled_children is None else tuple(tree.num_sampled_children)
         further = None if tree.further_samples is None else dict(tree.further_samples)
-        predicted = frozenset(tree.predicted)
-        return cls(tokens, parents, tree.q, tree.committed_next, num_sampled, predicted, further, batch)
+        predicted, confidences = frozenset(tree.predicted), None if tree.confidences is None else dict(tree.confidences)
+        return cls(tokens, parents, tree.q, tree.committed_next, num_sampled, predicted, further, confidences, batch)
 
     def is_valid_for(self, batch: Batch) -> bool:
         """Return whether it was validated in this step, within the budgets of `batch`."""
@@ -52,7 +52,17 @@ def find_tree_fault(batch: Batch, tree: TokenTree, vocab_size: int) -> str | Non
             and [type(count) for count in tree.num_sampled_children] != [int] * rows
         ):
             return f"num_sampled_children is not {rows} integers, one per row of q"
-    return None if tree.further_samples is None else _find_samples_fault(tree, vocab_size)
+    fault = None if tree.further_samples is None else _find_samples_fault(tree, vocab_size)
+    return fault or (None if tree.confidences is None else _find_confidence_fault(tree))
+
+
+def _find_confidence_fault(tree: TokenTree) -> str | None:
+    for b, confidences in (tree.confidences or {}).items():
+        if tree.parents[b] != list(range(-1, len(confidences))):
+            return f"{len(confidences)} confidences for {len(tree.parents[b]) - 1} nodes, which must be a chain"
+        if not all(type(value) is float and 0.0 <= value <= 1.0 for value in confidences):  # NaN compares false
+            return "a confidence is no number between 0 and 1"
+    return None
 
 
 def _find_samples_fault(tree: TokenTree, vocab_size: int) -> str | None:

@@ -42,6 +42,10 @@ def draft(folder: Path, **options: Any) -> tuple[list[list[int]], list[tuple[lis
         )
         kind = drafter.network.shape.markov_type
         wanted.append(reference_networks.dspark_chain(weights, kind, tokens[i][-1], block, head))
+    assert tree.confidences is not None
+    for i, confidences in tree.confidences.items():
+        assert len(confidences) == len(tree.tokens[i]) - 1
+        assert torch.allclose(torch.tensor(confidences), torch.tensor(wanted[i][1][: len(confidences)]), atol=1e-5)
     return [list(nodes[1:]) for nodes in tree.tokens], wanted
 
 

@@ -119,6 +119,11 @@ class TreeSpec:
         return self.width == 1 and self.static_tree is None
 
     @property
+    def num_levels(self) -> int:
+        """Largest number of levels that a draft can have: a tree of n nodes has n at most."""
+        return min(self.max_depth, self.max_nodes)
+
+    @property
     def is_static(self) -> bool:
         """Whether the shape is independent of the sampled tokens: a chain or a static tree."""
         return self.width == 1 or self.static_tree is not None

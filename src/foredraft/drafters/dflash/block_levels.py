@@ -1,7 +1,7 @@
 """Growth of drafts from the rows of their blocks, level by level. No level needs a pass over the layers."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from foredraft.drafters.common.level_loop import GrowingDraft, LevelStates
 from foredraft.drafters.common.tree_builder import NodeLogits
 from foredraft.drafters.common.tree_level import add_level
 from foredraft.drafters.dflash.network import DFlashNetwork
+from foredraft.drafters.draft import Draft
 
 
 @dataclass
@@ -21,6 +22,10 @@ class BlockDraft(GrowingDraft):
 
     min_confidence: float = 0.0
     survival: float = 1.0  # predicted probability that all tokens so far are accepted
+    confidences: tuple[float, ...] | None = None  # of the tokens of a finished chain
+
+    def to_draft(self) -> Draft:
+        return replace(super().to_draft(), confidences=self.confidences)
 
     def get_token(self, node: int) -> int:
         """Return the token of a node; node 0 is the last committed token."""
@@ -54,6 +59,21 @@ class BlockLevels:
         growing = list(self.drafts)
         while growing := self._select_confident([draft for draft in growing if draft.builder.frontier]):
             add_level([draft.builder for draft in growing], NodeLogits(self._compute_level(growing), self.vocab_size))
+        self._predict_acceptance([draft for draft in self.drafts if draft.builder.tree_spec.is_chain])
+
+    def _predict_acceptance(self, chains: list[BlockDraft]) -> None:
+        """Store the confidences of finished chains, for the lengths of later drafts."""
+        head, nodes = self.network.confidence_head, [(d, node) for d in chains for node in range(len(d.builder.tokens))]
+        if head is None or not nodes:
+            return
+        rows, levels = [self._index[id(draft)] for draft, _ in nodes], [node for _, node in nodes]
+        before = self._to_tensor([draft.get_token(node) for draft, node in nodes])
+        odds = head(self.states[rows, levels], self.network.markov_head, before)
+        values, first = torch.sigmoid(odds).tolist(), 0
+        for draft in chains:
+            count = len(draft.builder.tokens)
+            draft.confidences = tuple(values[first : first + count])
+            first += count
 
     def _compute_level(self, growing: list[BlockDraft]) -> Tensor:
         """Compute the logits [R, V] after the frontier nodes."""

@@ -46,6 +46,8 @@ class Config(TreeOptions):
         vocab: translation if the draft model has another vocabulary (see `cross_vocab/select.py`).
         draft_kv_tokens: capacity of the draft KV cache with another vocabulary, in tokens of all requests; None = at
             most a quarter of the free memory, 10 % of a GPU's.
+        parallel: whether one pass drafts all tokens (PARD, `parallel.py`); None = if the model's configuration has
+            `pard_token` or `ptd_token_id`, and the vocabulary of the target.
     """
 
     quantization: str | None = None
@@ -54,6 +56,7 @@ class Config(TreeOptions):
     max_model_len: int | None = None
     vocab: str = "auto"
     draft_kv_tokens: int | None = None
+    parallel: bool | None = None
 
 
 class DraftModel:
@@ -135,12 +138,16 @@ class DraftModel:
         spans = self._prefill(requests, page_size)
         is_drafted = self._draft_chains(drafts, spans, page_size)
         logits = None if is_drafted else self._forward(spans, page_size, last_only=True)
-        for request in requests:  # after the forward pass, which may fail
-            self.num_valid[request.slot] = request.num_tokens
-        for draft in drafts:
-            self._last_drafts[draft.builder.request.slot] = draft
+        self._record_roots(drafts)
         if logits is not None and (self.loop is None or not self.loop.grow(drafts, (logits,), page_size)):
             self._grow_trees(drafts, logits, page_size)
+
+    def _record_roots(self, drafts: Sequence[GrowingKVDraft]) -> None:
+        """Record that all committed tokens have KV; after the forward pass, which may fail."""
+        for draft in drafts:
+            request = draft.builder.request
+            self.num_valid[request.slot] = request.num_tokens
+            self._last_drafts[request.slot] = draft
 
     def _draft_chains(self, drafts: list[GrowingKVDraft], spans: Sequence[Span], page_size: int) -> bool:
         """Draft chains in one native call, with the pass over the newest tokens. Returns False if it cannot."""

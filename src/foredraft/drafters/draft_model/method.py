@@ -16,6 +16,7 @@ from foredraft.drafters.draft_model.cross_vocab.select import (
     select_translation,
 )
 from foredraft.drafters.draft_model.drafter import Config, DraftModel
+from foredraft.drafters.draft_model.parallel import ParallelDraftModel, find_mask_token
 from foredraft.drafters.draft_model.training import TrainConfig, create_trainee
 from foredraft.drafters.draft_model.variants import VARIANTS
 from foredraft.drafters.method import BuiltIn, DrafterContext, HeadRecipe, Method, Training
@@ -72,11 +73,19 @@ def create(config: Config, context: DrafterContext) -> DraftModel | CrossVocabDr
             f"({context.target_parameters:,}); it will slow generation down",
             stacklevel=2,
         )
-    return (
-        DraftModel(lm, context, config)
-        if make_translator is None
-        else make_translator(lm, context, config, config.draft_kv_tokens)
-    )
+    mask_token_id = find_mask_token(model.config, name, config.parallel)
+    if make_translator is None:
+        return (
+            DraftModel(lm, context, config)
+            if mask_token_id is None
+            else ParallelDraftModel(lm, context, mask_token_id, config)
+        )
+    if config.parallel:
+        raise ForedraftError(
+            f"{name} has another vocabulary than {context.target_name}, and translated drafts are made token by "
+            "token; leave parallel out"
+        )
+    return make_translator(lm, context, config, config.draft_kv_tokens)
 
 
 def translate_vocab(vocab: str) -> dict[str, Any]:
@@ -102,7 +111,10 @@ METHOD = Method(
     accepts_loaded_model=True,
     auto_rank=60,  # above the methods with a model that are slower on the built-in target
     option_choices={"vocab": list_vocab_options},
-    option_aliases={"use_heterogeneous_vocab": lambda value: {"vocab": "tli"} if value else {}},
+    option_aliases={
+        "use_heterogeneous_vocab": lambda value: {"vocab": "tli"} if value else {},
+        "parallel_drafting": lambda value: {"parallel": value},
+    },
     checkpoint=FORMAT,
     training=Training(TrainConfig, create_trainee),
     default_ranks={zoo.DEFAULT_TARGET: 2, zoo.SEQ2SEQ_TARGET: 2},
@@ -122,6 +134,7 @@ METHOD = Method(
                 "vocab": translate_vocab,
                 "revision": set_as("revision"),
                 "max_model_len": set_as("max_model_len"),
+                "parallel": set_as("parallel_drafting"),
             },
             settings=VLLM_SAMPLED,
         ),

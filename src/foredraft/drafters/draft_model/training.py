@@ -13,6 +13,8 @@ from foredraft.checkpoints.layouts import CheckpointLayout
 from foredraft.drafters.draft_model.architecture import DraftSize, read_size, shrink_config
 from foredraft.drafters.draft_model.boosting import EarlierDrafts
 from foredraft.drafters.draft_model.compatibility import check_same_kind, check_same_vocabulary
+from foredraft.drafters.draft_model.masked_rows import choose_rows, compute_masked_logits
+from foredraft.drafters.draft_model.parallel_training import average_by_depth, prepare_parallel, read_mask_token
 from foredraft.drafters.draft_model.teacher_forcing import compute_trace_logits
 from foredraft.drafters.losses import Losses, Trace, average_over_mask, check_loss, compute_draft_loss
 from foredraft.drafters.trainee import OnPolicyTraining, TraineeSpec
@@ -34,6 +36,11 @@ class TrainConfig:
         on_policy: share of the steps, 0 to 1, on sequences that the draft model writes (GKD, 2306.13649).
         boost: folders of earlier draft models. The new one learns what they miss, to draft beside them (SpecInfer).
         boost_weight: weight, 0 to 1, of positions at which one of them predicts the target's likeliest token.
+        parallel: draft all tokens in one pass (PARD): a row reads a mask in place of each drafted token before it.
+        mask_token_id: token of the masks; None = the last of the vocabulary. A token that never occurs is best.
+        parallel_tokens: longest draft to learn, in tokens.
+        retention: share of the masks that is kept, in (0, 1]: retention^d of those of depth d.
+        min_retention: lower bound of that share, 0 to 1.
     """
 
     loss: str = "kl"
@@ -44,11 +51,18 @@ class TrainConfig:
     on_policy: float = 0.0
     boost: tuple[str, ...] = ()
     boost_weight: float = 0.25
+    parallel: bool = False
+    mask_token_id: int | None = None
+    parallel_tokens: int = 8
+    retention: float = 0.7
+    min_retention: float = 0.2
 
     @staticmethod
     def read_shape(model: Any) -> dict[str, object]:
         """Return the settings that a model to start from determines, with their values."""
-        return {**asdict(read_size(model.config)), "draft_config": None}
+        mask = read_mask_token(model.config)
+        masks = {} if mask is None else {"mask_token_id": mask}
+        return {**asdict(read_size(model.config)), "draft_config": None, **masks}
 
 
 class DraftTrainee:
@@ -68,6 +82,8 @@ class DraftTrainee:
         return TraineeSpec(save=self.save, on_policy=OnPolicyTraining(share, self.make_policy) if share else None)
 
     def compute_loss(self, trace: Trace) -> Losses:
+        if self.config.parallel:
+            return self._compute_parallel_loss(trace)
         logits = compute_trace_logits(self.network, trace)
         mask = trace.mask[:, 1:]
         losses = compute_draft_loss(
@@ -78,6 +94,29 @@ class DraftTrainee:
         covered = self.earlier.find_covered(trace)[mask]
         weights = torch.where(covered, self.config.boost_weight, 1.0)
         return Losses(average_over_mask(losses * weights, mask[mask]), {"covered": covered.float().mean().item()})
+
+    def _compute_parallel_loss(self, trace: Trace) -> Losses:
+        """Return the mean loss of all kept rows, and the mean of each depth."""
+        config = self.config
+        network: Any = self.network
+        mask_token_id = read_mask_token(network.config)
+        assert mask_token_id is not None  # since `prepare_parallel`
+        rows = choose_rows(trace.mask, config.parallel_tokens, config.retention, config.min_retention)
+        logits = compute_masked_logits(network, trace.tokens[:, :-1], rows, mask_token_id)
+        sequence, row = rows.select_learnt(trace.mask).nonzero(as_tuple=True)
+        position, depth = rows.positions[row], rows.depths[row]
+        losses = compute_draft_loss(
+            config.loss,
+            logits[sequence, row],
+            trace.target_log_probs.select((sequence, position)),
+            trace.tokens[sequence, position + 1],
+        )
+        means = average_by_depth(losses, depth, config.parallel_tokens)
+        if self.earlier is not None:
+            covered = self.earlier.find_covered(trace)[sequence, position]
+            losses = losses * torch.where(covered, config.boost_weight, 1.0)
+            means["covered"] = covered.float().mean().item()
+        return Losses(average_over_mask(losses, torch.ones_like(losses)), means)
 
     def make_policy(self) -> Any:
         """Copy the network in the target's dtype, for sampling and for saving."""
@@ -112,6 +151,7 @@ def create_trainee(config: TrainConfig, target: HFModel, start: Path | None = No
         raise ForedraftError(f"on_policy must lie in 0..1, got {config.on_policy}")
     if not 0 <= config.boost_weight <= 1:
         raise ForedraftError(f"boost_weight must lie in 0..1, got {config.boost_weight}")
+    _check_parallel_settings(config)
     earlier = EarlierDrafts.load(config.boost, target) if config.boost else None
     if start is not None:
         model = load_model(str(start), torch.float32, torch.device("cpu"))
@@ -122,7 +162,20 @@ def create_trainee(config: TrainConfig, target: HFModel, start: Path | None = No
         attention = {} if target.has_encoder else {"attn_implementation": "sdpa"}  # T5 has no other than its own
         model = kind.from_config(_build_model_config(config, target), dtype=torch.float32, **attention)
         _copy_embeddings(model, target)
+    if config.parallel:
+        prepare_parallel(model, config.mask_token_id)
+    elif start is not None and read_mask_token(model.config) is not None:
+        raise ForedraftError(f"{start} drafts in parallel and would forget it; set parallel=true too")
     return DraftTrainee(model.to(target.device), target, config, earlier)
+
+
+def _check_parallel_settings(config: TrainConfig) -> None:
+    if config.mask_token_id is not None and not config.parallel:
+        raise ForedraftError("mask_token_id is the token of parallel drafts; set parallel=true too")
+    if config.parallel_tokens < 2:
+        raise ForedraftError(f"parallel_tokens must be at least 2, got {config.parallel_tokens}")
+    if not 0 < config.retention <= 1 or not 0 <= config.min_retention <= 1:
+        raise ForedraftError("retention must be above 0 and at most 1, and min_retention lie in 0..1")
 
 
 def _build_model_config(config: TrainConfig, target: HFModel) -> Any:

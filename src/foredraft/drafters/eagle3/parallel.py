@@ -12,8 +12,8 @@ from torch import Tensor
 
 from foredraft.drafters.common.feature_drafter import FeatureDrafter, PendingPairs, RootOutput
 from foredraft.drafters.common.growing_kv_draft import GrowingKVDraft
-from foredraft.drafters.common.level_loop import grow_levels
-from foredraft.drafters.common.tree_builder import NodeLogits, TreeSpec
+from foredraft.drafters.common.parallel_levels import grow_from_rows
+from foredraft.drafters.common.tree_builder import TreeSpec
 from foredraft.drafters.eagle3.network import Eagle3Network
 from foredraft.drafters.method import DrafterContext
 from foredraft.models.feature_lm import FeatureLM
@@ -48,16 +48,7 @@ class ParallelDrafter(FeatureDrafter):
     @torch.inference_mode()
     def _grow_drafts(self, drafts: list[GrowingKVDraft], page_size: int) -> None:
         """Compute the pending pairs and the masks of all drafts in one pass, and grow the drafts from it."""
-        logits = self._compute_rows(drafts, page_size)
-        index = {id(draft): i for i, draft in enumerate(drafts)}
-
-        def select_level(growing: list[GrowingKVDraft]) -> NodeLogits:
-            nodes = [(draft, node) for draft in growing for node in draft.builder.frontier]
-            return self._make_node_logits(
-                torch.stack([logits[index[id(draft)]][draft.builder.depths[node]] for draft, node in nodes])
-            )
-
-        grow_levels(drafts, self._make_node_logits(torch.stack([rows[0] for rows in logits])), select_level)
+        grow_from_rows(drafts, self._compute_rows(drafts, page_size), self._make_node_logits)
 
     def _compute_rows(self, drafts: list[GrowingKVDraft], page_size: int) -> list[Tensor]:
         """Compute the logits [depth, W] of each draft."""
@@ -70,7 +61,7 @@ class ParallelDrafter(FeatureDrafter):
         logits, outputs = self.lm.forward(batch, torch.cat(masked.features))
         results, first_row, first_logit = [], 0, 0
         for draft, pending in zip(drafts, pending_by_draft, strict=True):
-            slot, depth = draft.builder.request.slot, draft.builder.tree_spec.max_depth
+            slot, depth = draft.builder.request.slot, draft.builder.tree_spec.num_levels
             count = depth if pending is not None else depth - 1
             rows = logits[first_logit : first_logit + count]
             if pending is None:
@@ -87,7 +78,7 @@ class ParallelDrafter(FeatureDrafter):
 
     def _add_draft(self, masked: MaskedPass, draft: GrowingKVDraft, pending: PendingPairs | None) -> None:
         """Add the pending pairs and the masks of a draft to a pass."""
-        request, num_masks = draft.builder.request, draft.builder.tree_spec.max_depth - 1
+        request, num_masks = draft.builder.request, draft.builder.tree_spec.num_levels - 1
         pairs = [] if pending is None else pending.tokens
         tokens = [*pairs, *[self.network.mask_token_id] * num_masks]
         if not tokens:
