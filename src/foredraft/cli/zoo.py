@@ -104,8 +104,7 @@ def train_models(
         bool,
         typer.Option(
             "--compile",
-            help="Run the steps of target and draft model through torch.compile, a quarter faster on CPU; needs a C++ "
-            "compiler.",
+            help="Compile the steps of target and draft model: a quarter faster on CPU, needs a C++ compiler.",
         ),
     ] = False,
     use_as_builtin: Annotated[

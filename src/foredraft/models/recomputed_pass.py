@@ -39,6 +39,11 @@ class RecomputedPass:
         """Reason why passes cannot be recorded as CUDA graphs."""
         return "the model computes whole sequences, whose lengths differ from pass to pass"
 
+    @property
+    def adapter_obstacle(self) -> str | None:
+        """Reason why requests cannot have adapters of their own."""
+        return "it computes the tokens of several requests again in one pass of its own layout"
+
     def prepare(self, model: Any) -> None:
         """Do nothing: the model keeps its own attention."""
 
