@@ -26,7 +26,7 @@ def exact(rate: float, chance: random.Random) -> float:
     return rate
 
 
-def unrelated(rate: float, chance: random.Random) -> float:
+def guess_blindly(rate: float, chance: random.Random) -> float:
     return chance.random()
 
 
@@ -71,7 +71,7 @@ def test_predictions_of_another_scale_are_calibrated() -> None:
 
 
 def test_unrelated_predictions_change_little() -> None:
-    assert estimate(learn(unrelated)) == pytest.approx(estimate(learn(None)), abs=0.03)
+    assert estimate(learn(guess_blindly)) == pytest.approx(estimate(learn(None)), abs=0.03)
     assert estimate(learn(lambda rate, chance: 0.99)) == pytest.approx(estimate(learn(None)), abs=1e-9)
 
 
@@ -86,7 +86,7 @@ def test_predictions_behind_a_rejected_token_are_not_read() -> None:
     assert found[0] == found[1]
 
 
-def test_a_new_request_is_told_from_others_by_its_predictions() -> None:
+def test_predictions_set_a_new_request_apart_from_others() -> None:
     survival = SurvivalEstimator()
     for turn in range(40):
         record(survival, (GOOD, BAD)[turn % 2], 3, exact, seed=turn, slot=turn % 2)

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from foredraft.train.checkpoint import TrainingCheckpoints
 from foredraft.zoo import corpus
 from foredraft.zoo_training import tokens
 from foredraft.zoo_training.cards import HELD_OUT_PACKAGES_KEY, render_card
-from foredraft.zoo_training.collect import Corpus, collect
+from foredraft.zoo_training.collect import Corpus, CorpusSummary, collect
 from foredraft.zoo_training.heads import HeadsPlan, list_head_folders, prepare_code_target, train_heads
 from foredraft.zoo_training.measure import PairMetrics, measure_pair
 from foredraft.zoo_training.ngram import build_table
@@ -90,15 +90,21 @@ def build_all(
     )
     model.to("cpu")
     figures = _measure_drafts(out, model, data)
-    for name in PARTS:
-        tokens.save_tokenizer(tokens.load_tokenizer(out), out / name)
-        recipe = target if name == "target" else draft
-        log = (out / name / "log.jsonl").read_text()
-        (out / name / "README.md").write_text(render_card(name, recipe, figures, summary, log))
+    _write_cards(out, {name: target if name == "target" else draft for name in PARTS}, figures, summary)
     heads = heads or HeadsPlan()
     train_heads(prepare_code_target(out, device, data.train, log_line, heads), out, device, report, log_line, heads)
     build_pair(out, device, tokens.load_tokenizer(out), *corpus.split(root), report, log_line, pair)
     return figures["draft"]
+
+
+def _write_cards(
+    out: Path, recipes: Mapping[str, LlamaRecipe], figures: dict[str, PairMetrics], summary: CorpusSummary
+) -> None:
+    """Give every model its tokenizer and its card."""
+    for name, recipe in recipes.items():
+        tokens.save_tokenizer(tokens.load_tokenizer(out), out / name)
+        log = (out / name / "log.jsonl").read_text()
+        (out / name / "README.md").write_text(render_card(name, recipe, figures, summary, log))
 
 
 def _measure_drafts(out: Path, target: Any, data: Corpus) -> dict[str, PairMetrics]:
