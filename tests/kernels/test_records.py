@@ -15,7 +15,7 @@ import pytest
 from foredraft.drafters.suffix.native_automaton import _MatchRecord, _RankedDraftRecord
 from foredraft.kernels.cpu import build
 from foredraft.kernels.cpu import records as module
-from foredraft.kernels.cpu.records import RECORDS, LayerRecord, NormRecord, PassRecord
+from foredraft.kernels.cpu.records import RECORDS, LayerRecord, LowRankRecord, NormRecord, PassRecord
 
 pytestmark = pytest.mark.skipif(build.find_compiler() is None, reason="no C compiler")
 
@@ -24,7 +24,7 @@ Layout = dict[str, tuple[int, int, str]]  # field -> offset, size and kind
 
 HEADER = "foredraft.h"
 STRUCTS = {
-    **dict.fromkeys((*RECORDS, NormRecord), HEADER),
+    **dict.fromkeys((*RECORDS, NormRecord, LowRankRecord), HEADER),
     _MatchRecord: "suffix.c",
     _RankedDraftRecord: "suffix.c",
 }
@@ -32,7 +32,7 @@ NUMBERS = {ctypes.c_int32: "int32", ctypes.c_float: "float", ctypes.c_double: "d
 KIND_MACRO = '#define KIND(x) _Generic((x), int32_t: "int32", float: "float", double: "double", default: "other")'
 STRUCT = re.compile(r"typedef struct \{(?P<body>[^{}]*)\} (?P<name>fd_\w+);")
 COMMENT = re.compile(r"/\*.*?\*/", re.DOTALL)
-DECLARED_FIELD = re.compile(r"(\w+)\s*(?=[,;])")
+DECLARED_FIELD = re.compile(r"(\w+)\s*(?=[,;\[])")
 
 
 def get_struct_name(record: RecordType) -> str:

@@ -10,10 +10,10 @@ import resource, sys, torch
 from foredraft.train.freed_memory import keep_freed_memory
 if sys.argv[1] == "keep" and not keep_freed_memory():
     print("none"); raise SystemExit
-torch.ones(4 << 20)  # 16 MB
+torch.ones(16 << 20)  # 64 MB, which glibc maps for each tensor anew by default
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(20):
-    torch.ones(4 << 20)
+for _ in range(80):
+    torch.ones(16 << 20)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
@@ -26,4 +26,5 @@ def count_faults(mode: str) -> int:
 
 
 def test_memory_of_a_freed_tensor_serves_the_next_one():
-    assert count_faults("keep") < 1000 < count_faults("default")
+    # aligned memory leaves gaps, so the heap grows by some tensors before their memory is joined and used again
+    assert count_faults("keep") < count_faults("default") / 3

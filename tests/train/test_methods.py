@@ -111,7 +111,10 @@ def test_a_table_is_counted_loaded_and_replayed(folder):
 
 
 def test_methods_say_what_they_take():
-    names = "loss layers hidden encoder_layers draft_config on_policy boost boost_weight"
+    names = (
+        "loss layers hidden encoder_layers draft_config on_policy boost boost_weight "
+        "parallel parallel_tokens mask_token_id retention min_retention"
+    )
     assert set(names.split()) == set(DraftConfig.__dataclass_fields__)
     methods = list_trainable_methods()
     assert methods["draft_model"].training.config is DraftConfig

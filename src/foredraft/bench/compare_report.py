@@ -146,7 +146,8 @@ class CompareBench:
 
     def _build_report(self) -> report.BenchReport:
         tables = [
-            build_result_table(self.rows),
+            # without questions only what is missing
+            build_result_table([row for row in self.rows if self.plan.questions or row.status != "ok"]),
             build_lead_table(compute_leads(self.rows)),
             build_cost_table(self.comparison.costs),
             build_streams_table(self.comparison.stream_speeds),

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from foredraft.kernels.arena import Arena
-from foredraft.kernels.cpu.records import AdaptedRecord, LayerChangeRecord, LowRankRecord, WeightRecord
+from foredraft.kernels.cpu.records import PRODUCTS, AdaptedRecord, LayerChangeRecord, LowRankRecord, WeightRecord
 from foredraft.kernels.linear import PANEL, PackedWeight, linear_reference
 
 OUTPUT_BLOCK = 16  # outputs that share the columns of A x which they read
-PRODUCTS = ("qkv", "out", "gate_up", "down")  # products of a layer, in the order of the bits of `products`
 MAX_GROUP = 32  # rows of one product with A, so that threads share a long prompt
 LINE = 64  # bytes of a cache line
 
@@ -91,7 +90,7 @@ class LowRankLayers:
         records = (LayerChangeRecord * len(layers))(
             *(
                 LayerChangeRecord(
-                    *(
+                    tuple(
                         changes[name].record
                         if name in changes
                         else LowRankRecord(WeightRecord(n=0, k=sizes.get(name, 0), kind=kind))

@@ -29,7 +29,10 @@ from tests.support.tiny_vocabularies import CROSS_VOCAB_CASES
 pytestmark = NATIVE
 
 METHODS = ("draft_model", "eagle", "eagle3")
-ONE_PASS_CASES = ("eagle3, parallel",)  # all rows of these drafts are one pass, so there is no loop
+ONE_PASS_CASES = (
+    "eagle3, parallel",
+    "draft_model, parallel",
+)  # all rows of these drafts are one pass, so there is no loop
 CASES = [
     name
     for name, case in METHOD_CASES.items()

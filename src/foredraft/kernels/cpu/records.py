@@ -101,10 +101,14 @@ class LowRankRecord(ctypes.Structure):
     _fields_ = (("a", WeightRecord), *((name, c_void_p) for name in "b column width offset".split()))
 
 
+# Products of a layer that adapters change, in the order of FD_QKV and so on, and of the bits of `products`.
+PRODUCTS = ("qkv", "out", "gate_up", "down")
+
+
 class LayerChangeRecord(ctypes.Structure):
     """Changes of the products of a layer by an adapter (fd_layer_change)."""
 
-    _fields_ = tuple((name, LowRankRecord) for name in "qkv out gate_up down".split())
+    _fields_ = (("of", LowRankRecord * len(PRODUCTS)),)
 
 
 class AdaptedRecord(ctypes.Structure):

@@ -157,7 +157,7 @@ Product = tuple[str, list[Any], JoinMatrices]  # name of a product, its linear m
 
 
 def list_products(block: Any, family: DecoderFamily, rotary: int) -> list[Product]:
-    """List the products of a layer with linear modules, by the names of `kernels.low_rank.PRODUCTS`.
+    """List the products of a layer with linear modules, by the names of `kernels.cpu.records.PRODUCTS`.
 
     Args:
         block: layer.
