@@ -11,7 +11,9 @@ from foredraft.errors import ForedraftError
 from foredraft.files.hub import find_revision
 from foredraft.kernels.cpu.library import load_library
 from foredraft.kernels.quantize import check_quantization
+from foredraft.models.attention import read_implementations
 from foredraft.models.hf import HFModel
+from foredraft.models.images.loading import add_image_encoder, check_image_options
 from foredraft.models.kv_dtype import AUTO, apply_kv_dtype
 from foredraft.models.loading import check_cpu_dtype, load_model, load_tokenizer, parse_device, read_vocab_size
 from foredraft.models.lora import merge_lora
@@ -47,6 +49,7 @@ def load_target(
     sharer: HFModel | None = None,
     exact: bool = False,
     kv_dtype: str = "auto",
+    max_images: int = 0,
 ) -> LoadedTarget:
     """Load a target; arguments as of `LLM`, whose `shares_weights_of` is `sharer`.
 
@@ -57,6 +60,7 @@ def load_target(
         _check_shared_load(model, tensor_parallel_size)
     if isinstance(model, HFModel):
         return _reuse_target(model, max_model_len, tokenizer, exact, kv_dtype)
+    check_image_options(model, max_images, tensor_parallel_size)
     check_quantization(quantization)
     check_options(tensor_parallel_size, quantization, fused, exact, kv_dtype)
     _check_types(max_model_len, tokenizer, exact)
@@ -71,7 +75,8 @@ def load_target(
             parallel = load_parallel_model(folder, name, dtype, device, tensor_parallel_size)
             loaded = parallel.model
         else:  # an adapter may be for the image encoder too, so it needs the whole model; it changes rounded weights
-            loaded = load_model(folder, dtype, parse_device(device), 1, None if lora else quantization, lora is None)
+            is_text_only = lora is None and not max_images
+            loaded = load_model(folder, dtype, parse_device(device), 1, None if lora else quantization, is_text_only)
         loaded = loaded if lora is None else merge_lora(loaded, lora, name)
     else:
         check_loaded_model(tensor_parallel_size)
@@ -87,7 +92,10 @@ def load_target(
     is_ours = isinstance(model, (str, Path)) or model is None
     _check_fused(loaded, name, fused)
     is_fused = is_ours or quantization is not None or exact or kv_dtype != AUTO if fused is None else fused
+    own_attention = read_implementations(loaded) if max_images else {}
     target = wrap_model(loaded, name, is_fused, is_ours, quantization, sharer, exact)
+    if max_images:
+        add_image_encoder(target, own_tokenizer, own_attention, max_images)
     target = apply_kv_dtype(target, kv_dtype).with_context(max_model_len)
     return LoadedTarget(target, tokenizer, builtin, fused is not False)
 

@@ -20,6 +20,7 @@ from foredraft.models.adapters.adapter_set import AdapterSet
 from foredraft.models.compatibility import examine_causal_lm
 from foredraft.models.exact import make_exact
 from foredraft.models.forward_batch import AFTER_FINAL_NORM, ForwardBatch
+from foredraft.models.images.encoder import ImageEncoder
 from foredraft.models.model_facts import ModelFacts
 from foredraft.models.native.decoder import NativeDecoder, explain_unsupported
 from foredraft.models.packed_linear import check_quantizable, list_packed_weights, pack_linears
@@ -72,6 +73,7 @@ class HFModel(ModelFacts):
     max_context: int | None = field(kw_only=True, default=None)  # tokens; None = the model's own limit
     has_exact_modules: bool = field(kw_only=True, default=False)  # linear layers and norms of `models/exact_modules.py`
     adapters: AdapterSet = field(kw_only=True, default_factory=AdapterSet)  # shared by copies with new KV
+    image_encoder: ImageEncoder | None = field(kw_only=True, default=None)  # None = images are not read
 
     def __post_init__(self) -> None:
         self.recorded = RecordedPasses(self.name, self.pool, self.module_pass.recording_obstacle)
@@ -223,8 +225,9 @@ class HFModel(ModelFacts):
             return self.fused.forward(forward_batch, self.pool, hidden_layers)
         run = partial(self.module_pass.run, self.model, self.pool)
         with self.modules_lock, self.adapters.changes.apply(forward_batch):
-            # A recording has the addresses of its inputs, and the rows of adapters have none.
-            recorded = None if forward_batch.has_adapters else self.recorded.run(forward_batch, hidden_layers, run)
+            # A recording has the addresses of its inputs, and the rows of adapters and images have none.
+            is_special = forward_batch.has_adapters or forward_batch.images is not None
+            recorded = None if is_special else self.recorded.run(forward_batch, hidden_layers, run)
             return run(forward_batch, hidden_layers) if recorded is None else recorded
 
     def check_boundaries(self, hidden_layers: tuple[int, ...]) -> None:

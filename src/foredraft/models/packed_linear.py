@@ -17,6 +17,7 @@ from foredraft.kernels.linear import PANEL, PackedWeight
 from foredraft.kernels.operators import linear
 from foredraft.kernels.quantize import PackWeight, check_quantization, multiply, select_packers
 from foredraft.models.grid_linear import GridLinear, pack_joined, take_only
+from foredraft.models.text_part import find_other_parts
 from foredraft.models.weight_use import WeightPlaceholder, track_weight_reads
 
 
@@ -107,7 +108,12 @@ def pack_linears(
     pack, pack_head = packers or select_packers(quantization)
     arena, head = Arena(), model.get_output_embeddings()
     kinds = (nn.Linear, GridLinear, Conv1D)
-    linears = [(path, module) for path, module in model.named_modules() if type(module) in kinds]
+    others = tuple(f"{path}." for path in find_other_parts(model))  # an image encoder keeps its modules
+    linears = [
+        (path, module)
+        for path, module in model.named_modules()
+        if type(module) in kinds and not f"{path}.".startswith(others)
+    ]
     read_directly: list[nn.Module] = []
     if run_probe is not None:
         with track_weight_reads([module for _, module in linears]) as read_directly:

@@ -175,7 +175,8 @@ typedef struct {
 
 INLINE row_view view_row(const fd_attention *a, const fd_rows *rows, int row, int kv_head, char *scratch) {
     int length = count_keys(rows, row);
-    int from = a->sliding_window && length > a->sliding_window ? length - a->sliding_window : 0, count = length - from;
+    int own = a->ahead ? length - a->ahead[row] : length; /* rank after the row's own key, where its window ends */
+    int from = a->sliding_window && own > a->sliding_window ? own - a->sliding_window : 0, count = length - from;
     long ranks = (count + KEY_BLOCK - 1) / KEY_BLOCK * KEY_BLOCK;
     int32_t *slots = (int32_t *)scratch;
     find_slots(rows, row, from, length, slots);

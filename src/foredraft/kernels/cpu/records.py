@@ -121,6 +121,15 @@ class AdaptedRecord(ctypes.Structure):
     )
 
 
+class ImagesRecord(ctypes.Structure):
+    """Rows of images (fd_images)."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in "index states ahead cos sin added".split()),
+        ("num_added", c_int32),
+    )
+
+
 class PassRecord(ctypes.Structure):
     """Inputs and outputs of a forward pass (fd_pass)."""
 
@@ -137,6 +146,7 @@ class PassRecord(ctypes.Structure):
         ("logits", c_void_p),
         ("scratch", c_void_p),
         ("adapted", POINTER(AdaptedRecord)),
+        ("images", POINTER(ImagesRecord)),
     )
 
 
@@ -155,6 +165,7 @@ class AttentionRecord(ctypes.Structure):
         ("max_distance", c_int32),
         ("sinks", c_void_p),
         ("query_rows", c_void_p),
+        ("ahead", c_void_p),
     )
 
 
@@ -306,4 +317,5 @@ RECORDS = (
     ExpertsRecord,
     LayerChangeRecord,
     AdaptedRecord,
+    ImagesRecord,
 )

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from foredraft.kernels.cpu.library import NativeLibrary, load_library
 from foredraft.kernels.cpu.records import KV_KINDS, LayerRecord, ModelRecord, PassRecord
+from foredraft.kernels.image_rows import NativeImageRows
 from foredraft.kernels.linear import PackedWeight
 from foredraft.kernels.scratch import ScratchPool
 from foredraft.kernels.tuning import tune_products
@@ -196,7 +197,7 @@ class NativeDecoder:
         Returns:
             Logits [R, V], float32, and hidden states [T, F] at the boundaries, concatenated, or None.
         """
-        rows = forward_batch.packed_rows
+        rows, images = forward_batch.visible_rows, _pack_images(forward_batch)
         self.check_tokens(forward_batch)
         self.extend_rotary(rows.record.max_keys)
         pool.reserve(self.kv_samples, forward_batch.num_slots)
@@ -220,6 +221,7 @@ class NativeDecoder:
             logits=logits.data_ptr(),
             scratch=scratch.data_ptr(),
             adapted=None if adapted is None else ctypes.pointer(adapted.record),
+            images=None if images is None else ctypes.pointer(images.record),
         )
         self.native.handle.fd_decoder_forward(record, rows.record, job)
         self.scratch.give_back(scratch)
@@ -247,6 +249,14 @@ class NativeDecoder:
             self.record.cos, self.record.sin = (factors.data_ptr() for factors in main)
             self.record.local_cos, self.record.local_sin = (factors.data_ptr() for factors in local)
             self.num_positions = size
+
+
+def _pack_images(forward_batch: ForwardBatch) -> NativeImageRows | None:
+    """Pack the rows of images; None if there are none in the pass."""
+    images = forward_batch.images
+    if images is None:
+        return None
+    return NativeImageRows.pack(images.index, images.ahead, images.states, images.layer_states, None)
 
 
 def _build_record(

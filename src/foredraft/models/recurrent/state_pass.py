@@ -29,6 +29,11 @@ class StatePass:
         """Reason why requests cannot have adapters of their own; None if they can."""
         return "its recurrent layers read the rows of several requests in another order"
 
+    @property
+    def image_obstacle(self) -> str | None:
+        """Reason why requests cannot have images; None if they can."""
+        return "its recurrent layers read the rows of several requests in another order"
+
     def prepare(self, model: Any) -> None:
         """Set paged attention."""
         model.set_attn_implementation(attention.ATTENTION_NAME)
