@@ -13,7 +13,7 @@ from foredraft.kernels.cpu.library import load_library
 from foredraft.kernels.quantize import check_quantization
 from foredraft.models.attention import read_implementations
 from foredraft.models.hf import HFModel
-from foredraft.models.images.loading import add_image_encoder, check_image_options
+from foredraft.models.images.loading import add_image_encoder, check_image_options, load_processor
 from foredraft.models.kv_dtype import AUTO, apply_kv_dtype
 from foredraft.models.loading import check_cpu_dtype, load_model, load_tokenizer, parse_device, read_vocab_size
 from foredraft.models.lora import merge_lora
@@ -92,10 +92,11 @@ def load_target(
     is_ours = isinstance(model, (str, Path)) or model is None
     _check_fused(loaded, name, fused)
     is_fused = is_ours or quantization is not None or exact or kv_dtype != AUTO if fused is None else fused
-    own_attention = read_implementations(loaded) if max_images else {}
+    processor = load_processor(str(own_tokenizer), str(name)) if max_images else None
+    own_attention = read_implementations(loaded)
     target = wrap_model(loaded, name, is_fused, is_ours, quantization, sharer, exact)
-    if max_images:
-        add_image_encoder(target, own_tokenizer, own_attention, max_images)
+    if processor is not None:
+        add_image_encoder(target, processor, own_attention, max_images)
     target = apply_kv_dtype(target, kv_dtype).with_context(max_model_len)
     return LoadedTarget(target, tokenizer, builtin, fused is not False)
 

@@ -1,8 +1,9 @@
-"""Small vision-language models with processors, made in code and saved to folders."""
+"""Small vision-language models with processors, made in code."""
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,10 @@ import transformers as hf
 from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+
+from foredraft.models.attention import read_implementations
+from foredraft.models.hf import HFModel
+from foredraft.models.images.loading import add_image_encoder
 
 TEXT = {
     "vocab_size": 120, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -22,6 +27,12 @@ EYES = {
     "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28,
     "patch_size": 14, "initializer_range": 0.3,
 }  # fmt: skip
+QWEN_EYES = {
+    "depth": 2, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64, "patch_size": 7,
+    "spatial_merge_size": 2, "temporal_patch_size": 2, "initializer_range": 0.3,
+}  # fmt: skip
+ROPE = {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4}}
+SLIDING = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 WORDS = ["\n\n", *"user : assistant what is in the picture a b c d e f g h and or not this that red green blue".split()]
 SPECIAL = [
     "<pad>", "<s>", "</s>", "<image>", "<soft>", "<boi>", "<eoi>", "[IMG]", "[IMG_BREAK]", "[IMG_END]",
@@ -36,7 +47,7 @@ TEMPLATE = """\
 def make_tokenizer(placeholder: str, **names: str) -> PreTrainedTokenizerFast:
     """Make a tokenizer of whole words; `names` are further attributes, such as boi_token."""
     vocabulary = {word: i for i, word in enumerate([*SPECIAL, *WORDS, "<unk>"])}
-    vocabulary |= {f"w{i}": i for i in range(len(vocabulary), TEXT["vocab_size"])}
+    vocabulary |= {f"w{i}": i for i in range(len(vocabulary), int(TEXT["vocab_size"]))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "removed")
     made = PreTrainedTokenizerFast(
@@ -48,6 +59,33 @@ def make_tokenizer(placeholder: str, **names: str) -> PreTrainedTokenizerFast:
     return made
 
 
+class PlainProcessor:
+    """Processor of transformers' parts, for families whose own needs torchvision.
+
+    Args:
+        image_processor: processor of images.
+        placeholder: text that stands for an image.
+        expand: makes the text of an image from the output of the image processor and the image's index.
+    """
+
+    def __init__(self, image_processor: Any, placeholder: str, expand: Callable[[Any, int], str]) -> None:
+        self.image_processor, self.image_token, self._expand = image_processor, placeholder, expand
+        self.tokenizer = make_tokenizer(placeholder)
+
+    def __call__(self, text: list[str], images: Any = None, return_tensors: str = "pt", **options: Any) -> Any:
+        made: dict[str, Any] = {}
+        if images:
+            made = dict(self.image_processor(images=images, return_tensors="pt"))
+            parts = text[0].split(self.image_token)
+            rest = [self._expand(made, i) + part for i, part in enumerate(parts[1:])]
+            text = ["".join([parts[0], *rest])]
+        ids = self.tokenizer(text[0], **options).input_ids
+        made["input_ids"], made["attention_mask"] = torch.tensor([ids]), torch.ones(1, len(ids), dtype=torch.int64)
+        if "image_grid_thw" in made:
+            made["mm_token_type_ids"] = (made["input_ids"] == get_id(self.image_token)).int()
+        return made
+
+
 @dataclass(frozen=True)
 class VisionKind:
     """A family: its configuration, and its processor."""
@@ -55,10 +93,16 @@ class VisionKind:
     make_config: Callable[[], Any]
     make_processor: Callable[[], Any]
     placeholder: str
-    is_native: bool = True  # the text part runs as native code in float32
+    text_before: str = ""  # text around a placeholder, as the family's templates write it
+    text_after: str = ""
+
+    def write(self, text: str) -> str:
+        """Replace `@` in a text by placeholders."""
+        return text.replace("@", f"{self.text_before}{self.placeholder}{self.text_after}")
 
 
-def _get_id(token: str) -> int:
+def get_id(token: str) -> int:
+    """Return the id of a special token."""
     return SPECIAL.index(token)
 
 
@@ -71,11 +115,14 @@ def _make_llava() -> Any:
 
 
 def _make_mistral3() -> Any:
-    images = hf.PixtralImageProcessorPil(size={"longest_edge": 56}, patch_size=14)
-    return hf.PixtralProcessor(
-        images, make_tokenizer("[IMG]"), patch_size=14, spatial_merge_size=2,
-        chat_template=TEMPLATE.replace("PLACEHOLDER", "[IMG]"),
-    )  # fmt: skip
+    images = hf.PixtralImageProcessorPil(size={"longest_edge": 56}, patch_size=28)
+
+    def expand(made: Any, i: int) -> str:
+        height, width = (int(size) // 28 for size in made["image_sizes"][i])
+        rows = ["[IMG]" * width + "[IMG_BREAK]"] * height
+        return "".join(rows).removesuffix("[IMG_BREAK]") + "[IMG_END]"
+
+    return PlainProcessor(images, "[IMG]", expand)
 
 
 def _make_gemma3() -> Any:
@@ -86,51 +133,97 @@ def _make_gemma3() -> Any:
     )
 
 
+def _make_qwen() -> Any:
+    size = {"shortest_edge": 14 * 14, "longest_edge": 14 * 14 * 12}
+    images = hf.Qwen2VLImageProcessorPil(size=size, patch_size=7, merge_size=2, temporal_patch_size=2)
+    return PlainProcessor(
+        images, "<|image_pad|>", lambda made, i: "<|image_pad|>" * (int(made["image_grid_thw"][i].prod()) // 4)
+    )
+
+
+QWEN_IDS = {
+    "image_token_id": get_id("<|image_pad|>"), "video_token_id": get_id("<|video_pad|>"),
+    "vision_start_token_id": get_id("<|vision_start|>"), "vision_end_token_id": get_id("<|vision_end|>"),
+}  # fmt: skip
+QWEN_TEXT = ("<|image_pad|>", "<|vision_start|> ", " <|vision_end|>")
 KINDS = {
     "llava": VisionKind(
         lambda: hf.LlavaConfig(
             text_config=hf.LlamaConfig(**TEXT), vision_config=hf.CLIPVisionConfig(**EYES),
-            image_token_index=_get_id("<image>"),
+            image_token_index=get_id("<image>"),
         ),
         _make_llava, "<image>",
     ),
     "mistral3": VisionKind(
         lambda: hf.Mistral3Config(
             text_config=hf.MistralConfig(**TEXT), vision_config=hf.PixtralVisionConfig(**EYES | {"image_size": 56}),
-            image_token_index=_get_id("[IMG]"),
+            image_token_index=get_id("[IMG]"), spatial_merge_size=2,
         ),
         _make_mistral3, "[IMG]",
     ),
     "gemma3": VisionKind(
         lambda: hf.Gemma3Config(
-            text_config=TEXT | {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
-            vision_config=EYES | {"image_size": 56}, mm_tokens_per_image=4, image_token_index=_get_id("<soft>"),
-            boi_token_index=_get_id("<boi>"), eoi_token_index=_get_id("<eoi>"), tie_word_embeddings=False,
+            text_config=TEXT | SLIDING, vision_config=EYES | {"image_size": 56}, mm_tokens_per_image=4,
+            image_token_index=get_id("<soft>"), boi_token_index=get_id("<boi>"), eoi_token_index=get_id("<eoi>"),
+            tie_word_embeddings=False,
         ),
         _make_gemma3, "<boi>",
+    ),
+    "qwen2_5_vl": VisionKind(
+        lambda: hf.Qwen2_5_VLConfig(
+            text_config=NARROW | ROPE, vision_config=QWEN_EYES | {"fullatt_block_indexes": [0], "window_size": 28},
+            **QWEN_IDS,
+        ),
+        _make_qwen, *QWEN_TEXT,
+    ),
+    "qwen3_vl": VisionKind(
+        lambda: hf.Qwen3VLConfig(
+            text_config=TEXT | ROPE, vision_config=QWEN_EYES | {"deepstack_visual_indexes": [0, 1]}, **QWEN_IDS
+        ),
+        _make_qwen, *QWEN_TEXT,
     ),
 }  # fmt: skip
 
 
-def save_vision_model(kind: str, folder: Path, seed: int = 0) -> Any:
-    """Save a random model with its processor. Returns the model, in float32."""
+@cache
+def make_model(kind: str, seed: int = 0) -> Any:
+    """Make a random model in float32. Copies of it may be changed, and it may not."""
     torch.manual_seed(seed)
     model = hf.AutoModelForImageTextToText.from_config(KINDS[kind].make_config())
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() > 1 and not weight.any():  # a projector that starts at zero hides its images
+                weight.normal_(0, 0.3)
     model.generation_config.eos_token_id = 2
+    return model.eval()
+
+
+def save_vision_model(kind: str, folder: Path, seed: int = 0) -> Any:
+    """Save a random model, and its processor if transformers has it without torchvision. Returns the model."""
+    model = make_model(kind, seed)
     model.save_pretrained(folder)
     KINDS[kind].make_processor().save_pretrained(folder)
-    return model.eval()
+    return model
+
+
+def wrap_vision_model(model: Any, kind: str, is_fused: bool = True, max_images: int = 4, **options: Any) -> HFModel:
+    """Wrap a copy of a model as a target that reads images."""
+    copied = copy.deepcopy(model)
+    implementations = read_implementations(copied)
+    target = HFModel.wrap_model(copied, kind, is_fused, **options)
+    add_image_encoder(target, KINDS[kind].make_processor(), implementations, max_images)
+    return target
 
 
 def make_image(seed: int = 0, size: tuple[int, int] = (40, 30)) -> Image.Image:
     """Make an image of noise, the same for one seed."""
-    noise = torch.randint(0, 256, (size[1], size[0], 3), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
-    return Image.fromarray(noise.numpy())
+    generator = torch.Generator().manual_seed(seed)
+    return Image.fromarray(torch.randint(0, 256, (size[1], size[0], 3), generator=generator, dtype=torch.uint8).numpy())
 
 
-def generate_reference(model: Any, folder: Path, text: str, images: list[Any], max_tokens: int) -> list[int]:
+@torch.no_grad()
+def generate_reference(model: Any, kind: str, text: str, images: Sequence[Any], max_tokens: int) -> list[int]:
     """Return the greedy token ids of transformers' own `generate`."""
-    processor = hf.AutoProcessor.from_pretrained(folder)
-    inputs = processor(text=[text], images=images or None, return_tensors="pt")
+    inputs = KINDS[kind].make_processor()(text=[text], images=list(images) or None, return_tensors="pt")
     made = model.generate(**inputs, max_new_tokens=max_tokens, do_sample=False, eos_token_id=None)
     return made[0, inputs["input_ids"].shape[1] :].tolist()  # type: ignore[no-any-return]

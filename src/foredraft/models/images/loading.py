@@ -39,23 +39,21 @@ def check_image_options(model: Any, max_images: int, tensor_parallel_size: int) 
         raise ForedraftError(f"images are read by a target in one process; leave {OPTION} or tensor_parallel_size out")
 
 
-def add_image_encoder(target: HFModel, folder: str | None, implementations: dict[str, str], max_images: int) -> None:
-    """Load the processor of a target and give the target an image encoder.
+def add_image_encoder(target: HFModel, processor: Any, implementations: dict[str, str], max_images: int) -> None:
+    """Give a target an image encoder.
 
     Args:
         target: wrapped model, loaded with its image part.
-        folder: folder or hub id of the model.
+        processor: its processor.
         implementations: the attention of the model before it was wrapped, as of `read_implementations`.
         max_images: images per request at most.
 
     Raises:
-        ForedraftError: there is no processor, or the model cannot be served with images.
+        ForedraftError: the model cannot be served with images.
     """
     _check_model(target)
-    encoder = ImageEncoder(
-        target.model, _load_processor(str(folder), target.name), target.name, ImageLimits(max_images), implementations,
-        target.modules_lock,
-    )  # fmt: skip
+    limits = ImageLimits(max_images)
+    encoder = ImageEncoder(target.model, processor, target.name, limits, implementations, target.modules_lock)
     encoder.examine()
     target.image_encoder = encoder
 
@@ -77,9 +75,22 @@ def _check_model(target: HFModel) -> None:
         raise ForedraftError(f"{target.name} cannot be served with images: {obstacle}; {REMEDY}")
 
 
-def _load_processor(folder: str, name: str) -> Any:
+def load_processor(folder: str, name: str) -> Any:
+    """Load the processor of a model.
+
+    Args:
+        folder: folder or hub id of the model.
+        name: name of the model in errors.
+
+    Raises:
+        ForedraftError: there is none, a package is missing that it needs, or it has no placeholder for images.
+    """
     try:
         processor = AutoProcessor.from_pretrained(folder, trust_remote_code=False)
+    except ImportError as error:
+        raise ForedraftError(
+            f"the processor of {name} needs a package that is missing ({summarise_error(error)}); install it, or {REMEDY}"
+        ) from error
     except Exception as error:  # transformers and the hub raise dozens of kinds
         raise ForedraftError(
             f"the processor of {name} could not be loaded ({summarise_error(error)}); fetch preprocessor_config.json and "

@@ -197,7 +197,7 @@ class NativeDecoder:
         Returns:
             Logits [R, V], float32, and hidden states [T, F] at the boundaries, concatenated, or None.
         """
-        rows, images = forward_batch.visible_rows, _pack_images(forward_batch)
+        rows, images = forward_batch.visible_rows, _pack_images(forward_batch, self.rotary_tables)
         self.check_tokens(forward_batch)
         self.extend_rotary(rows.record.max_keys)
         pool.reserve(self.kv_samples, forward_batch.num_slots)
@@ -251,12 +251,16 @@ class NativeDecoder:
             self.num_positions = size
 
 
-def _pack_images(forward_batch: ForwardBatch) -> NativeImageRows | None:
-    """Pack the rows of images; None if there are none in the pass."""
+def _pack_images(forward_batch: ForwardBatch, rotary_tables: RotaryTables) -> NativeImageRows | None:
+    """Pack the rows of images; None if images change nothing in the pass."""
     images = forward_batch.images
     if images is None:
         return None
-    return NativeImageRows.pack(images.index, images.ahead, images.states, images.layer_states, None)
+    factors = None
+    if images.positions is not None:
+        assert rotary_tables.mixed is not None, "positions with several axes, and rotary factors of one"
+        factors = rotary_tables.mixed(images.positions)
+    return NativeImageRows.pack(images.index, images.ahead, images.states, images.layer_states, factors)
 
 
 def _build_record(

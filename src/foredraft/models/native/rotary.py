@@ -2,12 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 RotaryTable = Callable[[int], tuple[Tensor, Tensor]]  # positions -> cos and sin [positions, rotary / 2]
+MixedFactors = Callable[[Tensor], tuple[Tensor, Tensor]]  # positions [A, T] -> cos and sin [T, rotary / 2]
 
 
 @dataclass(frozen=True)
@@ -16,6 +18,7 @@ class RotaryTables:
 
     main: RotaryTable
     local: RotaryTable | None = None  # of layers with a sliding window; None = the same
+    mixed: MixedFactors | None = None  # factors of positions with several axes, if the module takes them
 
     @classmethod
     def from_module(
@@ -28,9 +31,9 @@ class RotaryTables:
             has_paired_factors: whether it repeats its factors by pairs. Default False = by halves.
             has_single_factors: whether it does not repeat its factors. Default False.
         """
-        if has_single_factors:
-            return cls(_make_table(module, Tensor.contiguous))
-        return cls(_make_table(module, _take_every_other if has_paired_factors else take_first_half))
+        take_half = _take_every_other if has_paired_factors else take_first_half
+        take_half = Tensor.contiguous if has_single_factors else take_half
+        return cls(_make_table(module, take_half), mixed=partial(_mix_factors, module, take_half))
 
     @classmethod
     def from_module_by_type(cls, module: Any) -> "RotaryTables":
@@ -55,6 +58,12 @@ def _make_table(module: Any, take_half: Callable[[Tensor], Tensor], *layer_type:
         return take_half(cos[0]), take_half(sin[0])
 
     return table
+
+
+def _mix_factors(module: Any, take_half: Callable[[Tensor], Tensor], positions: Tensor) -> tuple[Tensor, Tensor]:
+    with torch.inference_mode():
+        cos, sin = module(torch.empty(0, dtype=torch.float32), positions[:, None])
+    return take_half(cos[0]), take_half(sin[0])
 
 
 def take_first_half(factors: Tensor) -> Tensor:
