@@ -27,6 +27,7 @@ from foredraft.models.packed_linear import check_quantizable, list_packed_weight
 from foredraft.models.packed_pass import ModulePass, PackedPass
 from foredraft.models.recorded_pass import RecordedPasses
 from foredraft.models.recurrent.installation import prepare_pass
+from foredraft.models.text_part import find_other_parts
 from foredraft.models.truncated_modules import Adapter, truncate_model
 from foredraft.source import EncoderSource
 
@@ -111,7 +112,8 @@ class HFModel(ModelFacts):
         elif is_exact:
             model = make_exact(model, name, is_fused, is_owned, examination.calls)
         elif quantization is not None or (is_native and is_owned and model.dtype in DTYPE_KINDS):
-            model = pack_linears(model, quantization, is_owned, examination.probe, packers)
+            kept = find_other_parts(model)
+            model = pack_linears(model, quantization, is_owned, examination.probe, packers, kept)
         pool, has_exact_modules = KVPool.for_device(model.device, is_native, states), is_exact and fused is None
         return cls(
             model, name, pool, examination.kv_elements, count, fused, module_pass=module_pass,

@@ -27,7 +27,7 @@ def embed_images(model: Any, tokens: Tensor, images: PassImages) -> dict[str, Te
 @contextmanager
 def add_layer_states(model: Any, images: PassImages | None) -> Iterator[None]:
     """Add states of images to the residual stream after the first layers, while the context is open."""
-    if images is None or not images.layer_states:
+    if images is None or not images.layer_states or not len(images.states):
         yield
         return
     layers = find_decoder_layers(model)

@@ -2,7 +2,7 @@
 
 import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -17,7 +17,6 @@ from foredraft.kernels.linear import PANEL, PackedWeight
 from foredraft.kernels.operators import linear
 from foredraft.kernels.quantize import PackWeight, check_quantization, multiply, select_packers
 from foredraft.models.grid_linear import GridLinear, pack_joined, take_only
-from foredraft.models.text_part import find_other_parts
 from foredraft.models.weight_use import WeightPlaceholder, track_weight_reads
 
 
@@ -86,6 +85,7 @@ def pack_linears(
     is_owned: bool,
     run_probe: Callable[[Any], object] | None = None,
     packers: tuple[PackWeight, PackWeight] | None = None,
+    kept_parts: Sequence[str] = (),
 ) -> Any:
     """Replace the linear modules of a model by packed ones.
 
@@ -99,6 +99,7 @@ def pack_linears(
         is_owned: whether to change the model itself. Otherwise a copy around the same tensors is changed.
         run_probe: short forward pass that shows which weights the model reads directly. Default None = not tested.
         packers: functions that pack a matrix, and that of the head. Default None = those of `quantization`.
+        kept_parts: paths of modules that stay as they are, such as an image encoder. Default () = none.
 
     Returns:
         The model, or its copy.
@@ -108,7 +109,7 @@ def pack_linears(
     pack, pack_head = packers or select_packers(quantization)
     arena, head = Arena(), model.get_output_embeddings()
     kinds = (nn.Linear, GridLinear, Conv1D)
-    others = tuple(f"{path}." for path in find_other_parts(model))  # an image encoder keeps its modules
+    others = tuple(f"{path}." for path in kept_parts)
     linears = [
         (path, module)
         for path, module in model.named_modules()
