@@ -1,6 +1,8 @@
 """Reading of image files within limits. Pillow is imported when the first image is read."""
 
+import base64
 import io
+import re
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +49,23 @@ def read_image(source: Any, limits: ImageLimits) -> Any:
     return _decode(pillow, bytes(source), limits)
 
 
+def decode_data_url(url: str) -> bytes:
+    """Return the bytes of a URL `data:image/png;base64,...`.
+
+    Raises:
+        ForedraftError: it is another URL, which is never fetched, or no base64.
+    """
+    head, comma, data = url.partition(",")
+    if not comma or not re.fullmatch(r"data:image/[a-z0-9.+-]+;base64", head, re.IGNORECASE):
+        raise ForedraftError(
+            f"the image URL {url[:40]!r} is not data:image/...;base64,...; images are not fetched: send their bytes so"
+        )
+    try:
+        return base64.b64decode(data, validate=True)
+    except ValueError:
+        raise ForedraftError("an image URL holds no valid base64 after its comma; encode the image again") from None
+
+
 def import_pillow() -> Any:
     """Import Pillow. Raises ForedraftError without it."""
     try:
@@ -62,7 +81,9 @@ def _read_file(path: Path, limits: ImageLimits) -> bytes:
         with path.open("rb") as file:
             return file.read(limits.max_bytes + 1)
     except OSError as error:
-        raise ForedraftError(f"the image {path} cannot be read ({error.strerror or error}); give another path") from None
+        raise ForedraftError(
+            f"the image {path} cannot be read ({error.strerror or error}); give another path"
+        ) from None
 
 
 def _decode(pillow: Any, data: bytes, limits: ImageLimits) -> Any:
@@ -77,7 +98,9 @@ def _decode(pillow: Any, data: bytes, limits: ImageLimits) -> Any:
     except pillow.UnidentifiedImageError:
         raise ForedraftError(f"an image has none of the formats {', '.join(FORMATS)}; convert it") from None
     except Exception as error:  # a damaged file may raise any exception in Pillow's readers
-        raise ForedraftError(f"an image cannot be read ({type(error).__name__}: {error!s:.80}); save it again") from None
+        raise ForedraftError(
+            f"an image cannot be read ({type(error).__name__}: {error!s:.80}); save it again"
+        ) from None
 
 
 def _check_pixels(size: tuple[int, int], limits: ImageLimits) -> None:

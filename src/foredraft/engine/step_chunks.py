@@ -39,7 +39,9 @@ def select_chunks(running: Sequence[Request], limits: SchedulerLimits) -> list[C
         chunk = 1 if missing == 1 else min(missing, limits.max_chunk, prompt_tokens_left, tokens_left)
         if chunk > 0 and missing > 1 and request.spec.images is not None:
             chunk = request.spec.images.fit_chunk(request.num_computed, chunk)
-            chunk = 0 if chunk > tokens_left else chunk  # a block is computed in one pass: it waits for a step with room
+            chunk = (
+                0 if chunk > tokens_left else chunk
+            )  # a block is computed in one pass: it waits for a step with room
         if chunk > 0:
             chunks.append((request, chunk))
             tokens_left -= chunk

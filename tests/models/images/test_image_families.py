@@ -1,5 +1,6 @@
 """Images of every family are decoded as transformers' own `generate` does, with drafts as without."""
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -9,7 +10,7 @@ import transformers as hf
 
 from foredraft import LLM, ForedraftError, Sampling
 from foredraft.drafters.draft_model.architecture import DraftSize, shrink_config
-from foredraft.image_prompt import ImagePrompt
+from foredraft.image_prompt import EncodedImagePrompt, ImagePrompt
 from foredraft.llm import MemoryLimits
 from foredraft.models.images.families import TESTED_FAMILIES
 from tests.support import tiny_models
@@ -18,7 +19,12 @@ from tests.support.tiny_vision import KINDS, generate_reference, make_image, mak
 NUM_TOKENS = 16
 GREEDY = Sampling(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
 SAMPLED = Sampling(max_tokens=NUM_TOKENS, temperature=0.8, seed=3, ignore_eos=True)
-TEXTS = ["user : @ what is in the picture @ and this", "@ red", "a b c d a b c d @ a b", "user : what is @ @ @ not that"]
+TEXTS = [
+    "user : @ what is in the picture @ and this",
+    "@ red",
+    "a b c d a b c d @ a b",
+    "user : what is @ @ @ not that",
+]
 SIZES = [(40, 30), (30, 52), (64, 64), (28, 90), (80, 33)]
 DTYPES = {True: torch.float32, False: torch.float64}  # torch's operators round a draft otherwise than single tokens
 EACH_PATH = pytest.mark.parametrize("is_fused", [True, False], ids=["native", "torch"])
@@ -109,21 +115,26 @@ def test_another_image_changes_the_output(kind: str, is_fused: bool) -> None:
     assert len({tuple(tokens) for tokens in outputs}) == 3
 
 
+def count_hits(llm: LLM, prompt: ImagePrompt) -> tuple[list[int], int]:
+    """Return the output of a prompt, and the tokens that the prefix cache had of it."""
+    before = llm.engine.scheduler.prefix_hits
+    [tokens] = generate(llm, [prompt])
+    return tokens, llm.engine.scheduler.prefix_hits - before
+
+
 @EACH_KIND
 def test_pages_are_shared_by_equal_images_alone(kind: str) -> None:
-    llm = make_llm(kind, is_fused=True)
-    limited = tiny_models.limit_memory(llm, None, MemoryLimits(page_size=4, max_step_tokens=256))
-    text = KINDS[kind].write("a b c d a b c d @ " + "red green blue " * 8)
-    [first] = limited.generate([ImagePrompt(text, [make_image(1)])], GREEDY)
-    [equal] = limited.generate([ImagePrompt(text, [make_image(1)])], GREEDY)
-    [other] = limited.generate([ImagePrompt(text, [make_image(2)])], GREEDY)
-    more = KINDS[kind].write("a b c d a b c d @ " + "red green blue " * 8 + "@")
-    [longer] = limited.generate([ImagePrompt(more, [make_image(1), make_image(2)])], GREEDY)
-    assert first.num_cached_tokens == 0
-    assert equal.num_cached_tokens > 24
-    assert equal.token_ids == first.token_ids
-    assert other.num_cached_tokens == 8  # the text before the image
-    assert longer.num_cached_tokens > 24
+    llm = tiny_models.limit_memory(make_llm(kind, is_fused=True), None, MemoryLimits(page_size=4))
+    text = "a b c d a b c d @ " + "red green blue " * 8
+    one = ImagePrompt(KINDS[kind].write(text), [make_image(1)])
+    first, equal = count_hits(llm, one), count_hits(llm, one)
+    _, other = count_hits(llm, replace(one, images=[make_image(2)]))
+    _, longer = count_hits(llm, ImagePrompt(KINDS[kind].write(text + "@"), [make_image(1), make_image(2)]))
+    assert first[1] == 0
+    assert equal[1] > 24
+    assert equal[0] == first[0]
+    assert other == 8  # the text before the image
+    assert longer > 24
 
 
 @pytest.mark.parametrize("change", ["states", "positions"])
@@ -136,8 +147,6 @@ def test_an_error_in_an_image_would_be_noticed(change: str) -> None:
     assert images is not None
     broken = {"states": images.states.flip(0), "positions": torch.arange(images.positions.shape[1]).expand(3, -1)}
     object.__setattr__(images, change, broken[change])
-    from foredraft.image_prompt import EncodedImagePrompt
-
     expected = generate_reference(make_model(kind), kind, str(prompt.text), prompt.images, NUM_TOKENS)
     assert generate(llm, [EncodedImagePrompt(request.request.spec.prompt, images)]) != [expected]
 

@@ -68,7 +68,9 @@ def _check_model(target: HFModel) -> None:
     elif kind in REFUSED_FAMILIES:
         obstacle = REFUSED_FAMILIES[kind]
     elif kind not in TESTED_FAMILIES:
-        obstacle = f"models of type {kind} were not compared with transformers; use {', '.join(sorted(TESTED_FAMILIES))}"
+        obstacle = (
+            f"models of type {kind} were not compared with transformers; use {', '.join(sorted(TESTED_FAMILIES))}"
+        )
     elif not target.runs_native:
         obstacle = target.module_pass.image_obstacle
     if obstacle is not None:
