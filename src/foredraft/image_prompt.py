@@ -15,8 +15,8 @@ class ImagePrompt:
     """Prompt of a vision-language model.
 
     Args:
-        text: text or token ids, with the placeholder of the model, such as `<image>`, for every image. `LLM.chat` writes
-            placeholders by the model's chat template.
+        text: text or token ids, with the placeholder of the model, such as `<image>`, for every image. `LLM.chat`
+            writes placeholders by the model's chat template.
         images: images in the order of the placeholders: paths, bytes of files, or images of Pillow.
     """
 

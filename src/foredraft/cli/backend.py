@@ -293,6 +293,7 @@ def load_llm(
         shares_weights_of=base,
         exact=options.exact,
         kv_dtype=options.kv_dtype,
+        max_images=options.num_images,
     )
 
 

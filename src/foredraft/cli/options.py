@@ -221,6 +221,11 @@ class ModelOptions:
         return {}
 
     @property
+    def num_images(self) -> int:
+        """Images of a request at most; none without an option for them."""
+        return 0
+
+    @property
     def draft_models(self) -> str | list[str] | None:
         """Value of --spec-model, or a list of its values if there are several."""
         return self.spec_model[0] if self.spec_model and len(self.spec_model) == 1 else self.spec_model or None

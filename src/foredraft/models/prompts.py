@@ -75,7 +75,7 @@ def require_image_encoder(model: HFModel) -> ImageEncoder:
 
 
 def _read_seq2seq_prompt(
-    model: EncoderDecoder, tokenizer: Any | None, prompt: Prompt
+    model: EncoderDecoder, tokenizer: Any | None, prompt: str | Sequence[int] | Seq2Seq | PreparedPrompt
 ) -> tuple[EncoderSource, list[int]]:
     """Return the source and the decoder's first tokens. A prompt of text or token ids is the source."""
     if isinstance(prompt, PreparedPrompt):

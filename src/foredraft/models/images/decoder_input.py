@@ -17,13 +17,13 @@ from foredraft.placed_images import EncodedImage
 
 # Arguments of a decoder that say nothing about images.
 NEUTRAL_ARGUMENTS = frozenset(
-    "input_ids cache past_key_values use_cache cache_position return_dict output_attentions output_hidden_states labels "
-    "logits_to_keep".split()
+    "input_ids cache past_key_values use_cache cache_position return_dict output_attentions output_hidden_states "
+    "labels logits_to_keep".split()
 )
 REMEDY = "leave max_images out to use it with text alone"
 
 
-class _DecoderReached(Exception):
+class _DecoderCallError(Exception):
     """The model has called its decoder."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
@@ -63,7 +63,7 @@ def encode_image(model: Any, implementations: Mapping[str, str], inputs: Mapping
 
 def _run_to_decoder(model: Any, implementations: Mapping[str, str], inputs: Mapping[str, Any]) -> dict[str, Any]:
     def stop(*_: Any, **arguments: Any) -> NoReturn:
-        raise _DecoderReached(arguments)
+        raise _DecoderCallError(arguments)
 
     decoder = model.get_decoder()
     original = vars(decoder).get("forward")
@@ -71,7 +71,7 @@ def _run_to_decoder(model: Any, implementations: Mapping[str, str], inputs: Mapp
         decoder.forward = stop
         try:
             model(**inputs, use_cache=False)
-        except _DecoderReached as reached:
+        except _DecoderCallError as reached:
             return reached.arguments
         finally:
             del decoder.forward

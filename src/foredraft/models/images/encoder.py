@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from foredraft.errors import ForedraftError
@@ -42,13 +41,17 @@ class ImageEncoder:
         """Token id of the placeholder."""
         return int(self.processor.tokenizer.convert_tokens_to_ids(self.placeholder))
 
+    def check_count(self, count: int) -> None:
+        """Raise ForedraftError for more images than a request may have."""
+        if count > self.limits.max_images:
+            raise ForedraftError(
+                f"the request has {count} images and at most {self.limits.max_images} are read; give fewer, or raise "
+                "max_images (--max-images)"
+            )
+
     def read(self, sources: Sequence[Any]) -> list[Any]:
         """Read the images of one request. Raises ForedraftError for an image that is refused, or too many."""
-        if len(sources) > self.limits.max_images:
-            raise ForedraftError(
-                f"the request has {len(sources)} images and at most {self.limits.max_images} are read; give fewer, or "
-                "raise max_images"
-            )
+        self.check_count(len(sources))
         return [read_image(source, self.limits) for source in sources]
 
     def encode(self, images: Sequence[Any]) -> list[EncodedImage]:
@@ -78,7 +81,10 @@ class ImageEncoder:
         try:
             ids, starts = expand_placeholders(tokens, self.placeholder_id, encoded)
         except ForedraftError as error:
-            raise ForedraftError(f"{error}; write {self.placeholder} once for each image, or use LLM.chat") from None
+            raise ForedraftError(
+                f"{error}; write {self.placeholder} once for each image, or use a chat template that does (LLM.chat, "
+                "--chat)"
+            ) from None
         return ids, PlacedImages.place(len(ids), list(zip(starts, encoded, strict=True)))
 
     def _process(self, image: Any) -> dict[str, Any]:

@@ -91,12 +91,13 @@ def load_processor(folder: str, name: str) -> Any:
         processor = AutoProcessor.from_pretrained(folder, trust_remote_code=False)
     except ImportError as error:
         raise ForedraftError(
-            f"the processor of {name} needs a package that is missing ({summarise_error(error)}); install it, or {REMEDY}"
+            f"the processor of {name} needs a package that is missing ({summarise_error(error)}); install it, or "
+            f"{REMEDY}"
         ) from error
     except Exception as error:  # transformers and the hub raise dozens of kinds
         raise ForedraftError(
-            f"the processor of {name} could not be loaded ({summarise_error(error)}); fetch preprocessor_config.json and "
-            f"processor_config.json again, or {REMEDY}"
+            f"the processor of {name} could not be loaded ({summarise_error(error)}); fetch preprocessor_config.json "
+            f"and processor_config.json again, or {REMEDY}"
         ) from error
     if getattr(processor, "image_token", None) is None:  # a tokenizer alone, or a processor without a placeholder
         raise ForedraftError(f"the processor of {name} has no placeholder for images; {REMEDY}")

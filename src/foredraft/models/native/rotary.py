@@ -31,8 +31,9 @@ class RotaryTables:
             has_paired_factors: whether it repeats its factors by pairs. Default False = by halves.
             has_single_factors: whether it does not repeat its factors. Default False.
         """
-        take_half = _take_every_other if has_paired_factors else take_first_half
-        take_half = Tensor.contiguous if has_single_factors else take_half
+        take_half: Callable[[Tensor], Tensor] = _take_every_other if has_paired_factors else take_first_half
+        if has_single_factors:
+            take_half = _take_all
         return cls(_make_table(module, take_half), mixed=partial(_mix_factors, module, take_half))
 
     @classmethod
@@ -69,6 +70,10 @@ def _mix_factors(module: Any, take_half: Callable[[Tensor], Tensor], positions: 
 def take_first_half(factors: Tensor) -> Tensor:
     """Return the first half [positions, rotary / 2] of every row of [positions, rotary]; the second half is equal."""
     return factors[:, : factors.shape[-1] // 2].contiguous()
+
+
+def _take_all(factors: Tensor) -> Tensor:
+    return factors.contiguous()
 
 
 def _take_every_other(factors: Tensor) -> Tensor:
