@@ -63,8 +63,18 @@ def read_url(url: str, folder: str | None) -> ImageSource:
             f"the image URL {shown} names a file of the server, which --allowed-local-media-path does not allow; send "
             "the image as data:image/png;base64,..."
         )
-    parts = urlsplit(url)
-    root, path = Path(folder).resolve(), Path(os.path.realpath(unquote(parts.path)))
-    if parts.netloc not in ("", "localhost") or not path.is_relative_to(root) or not path.is_file():
+    path = _find_file(url, Path(folder).resolve())
+    if path is None:
         raise ForedraftError(f"the image URL {shown} names no file of the server's media folder; correct its path")
     return path
+
+
+def _find_file(url: str, root: Path) -> Path | None:
+    """Return the file of a file URL if it lies in a folder, links resolved; otherwise None."""
+    try:
+        parts = urlsplit(url)
+        path = Path(os.path.realpath(unquote(parts.path)))
+        is_inside = parts.netloc in ("", "localhost") and path.is_relative_to(root) and path.is_file()
+    except (ValueError, OSError):  # a zero byte, a malformed host, a name that is too long
+        return None
+    return path if is_inside else None
