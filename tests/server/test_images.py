@@ -152,9 +152,15 @@ def test_other_images_are_refused(server: RunningServer, name: str) -> None:
 @pytest.mark.parametrize(
     "path",
     [
-        "/../outside.png", "/%2e%2e/outside.png", "/link.png", "/missing.png", "/sub%20dir", "", "/a%00b.png",
+        "/../outside.png",
+        "/%2e%2e/outside.png",
+        "/link.png",
+        "/missing.png",
+        "/sub%20dir",
+        "",
+        "/a%00b.png",
         "/" + "a" * 5000,
-    ],  # fmt: skip
+    ],
 )
 def test_files_outside_of_the_media_folder_are_refused(server: RunningServer, media: Path, path: str) -> None:
     response = post(server, build_body(f"file://{media}{path}"))
