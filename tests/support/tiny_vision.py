@@ -66,16 +66,21 @@ class PlainProcessor:
         image_processor: processor of images.
         placeholder: text that stands for an image.
         expand: makes the text of an image from the output of the image processor and the image's index.
+        unread: outputs of the image processor that the model does not take.
     """
 
-    def __init__(self, image_processor: Any, placeholder: str, expand: Callable[[Any, int], str]) -> None:
+    def __init__(
+        self, image_processor: Any, placeholder: str, expand: Callable[[Any, int], str], unread: Sequence[str] = ()
+    ) -> None:
         self.image_processor, self.image_token, self._expand = image_processor, placeholder, expand
+        self._unread = unread
         self.tokenizer = make_tokenizer(placeholder)
 
     def __call__(self, text: list[str], images: Any = None, return_tensors: str = "pt", **options: Any) -> Any:
         made: dict[str, Any] = {}
         if images:
             made = dict(self.image_processor(images=images, return_tensors="pt"))
+            made = {name: value for name, value in made.items() if name not in self._unread}
             parts = text[0].split(self.image_token)
             rest = [self._expand(made, i) + part for i, part in enumerate(parts[1:])]
             text = ["".join([parts[0], *rest])]
@@ -93,6 +98,7 @@ class VisionKind:
     make_config: Callable[[], Any]
     make_processor: Callable[[], Any]
     placeholder: str
+    is_native: bool = True  # whether its text part has native code in float32
     text_before: str = ""  # text around a placeholder, as the family's templates write it
     text_after: str = ""
 
@@ -133,6 +139,20 @@ def _make_gemma3() -> Any:
     )
 
 
+def _make_llava_next() -> Any:
+    size = {"height": 28, "width": 28}
+    images = hf.LlavaNextImageProcessorPil(size={"shortest_edge": 28}, crop_size=size, image_grid_pinpoints=PINPOINTS)
+    return hf.LlavaNextProcessor(
+        images, make_tokenizer("<image>"), patch_size=14, vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+    )  # fmt: skip
+
+
+def _make_internvl() -> Any:
+    images = hf.GotOcr2ImageProcessorPil(size={"height": 28, "width": 28}, crop_to_patches=False)
+    return PlainProcessor(images, "<image>", lambda made, i: "<boi><image><eoi>", unread=("num_patches",))
+
+
 def _make_qwen() -> Any:
     size = {"shortest_edge": 14 * 14, "longest_edge": 14 * 14 * 12}
     images = hf.Qwen2VLImageProcessorPil(size=size, patch_size=7, merge_size=2, temporal_patch_size=2)
@@ -145,7 +165,20 @@ QWEN_IDS = {
     "image_token_id": get_id("<|image_pad|>"), "video_token_id": get_id("<|video_pad|>"),
     "vision_start_token_id": get_id("<|vision_start|>"), "vision_end_token_id": get_id("<|vision_end|>"),
 }  # fmt: skip
-QWEN_TEXT = ("<|image_pad|>", "<|vision_start|> ", " <|vision_end|>")
+HYBRID = {
+    "linear_num_value_heads": 2, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "rope_parameters": ROPE["rope_parameters"] | {"partial_rotary_factor": 1.0},
+}  # fmt: skip
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+PINPOINTS = [[28, 56], [56, 28], [56, 56]]
+
+
+def make_qwen_kind(make_config: Callable[[], Any], is_native: bool = True) -> VisionKind:
+    """Make a family whose templates write tokens around a placeholder."""
+    return VisionKind(make_config, _make_qwen, "<|image_pad|>", is_native, "<|vision_start|> ", " <|vision_end|>")
+
+
 KINDS = {
     "llava": VisionKind(
         lambda: hf.LlavaConfig(
@@ -169,20 +202,57 @@ KINDS = {
         ),
         _make_gemma3, "<boi>",
     ),
-    "qwen2_5_vl": VisionKind(
+    "qwen2_5_vl": make_qwen_kind(
         lambda: hf.Qwen2_5_VLConfig(
             text_config=NARROW | ROPE, vision_config=QWEN_EYES | {"fullatt_block_indexes": [0], "window_size": 28},
             **QWEN_IDS,
-        ),
-        _make_qwen, *QWEN_TEXT,
+        )
     ),
-    "qwen3_vl": VisionKind(
+    "qwen3_vl": make_qwen_kind(
         lambda: hf.Qwen3VLConfig(
             text_config=TEXT | ROPE, vision_config=QWEN_EYES | {"deepstack_visual_indexes": [0, 1]}, **QWEN_IDS
+        )
+    ),
+    "qwen3_5": make_qwen_kind(
+        lambda: hf.Qwen3_5Config(text_config=TEXT | HYBRID, vision_config=QWEN_EYES, **QWEN_IDS), is_native=False
+    ),
+    "qwen2_vl": make_qwen_kind(
+        lambda: hf.Qwen2VLConfig(
+            text_config=NARROW | ROPE, vision_config=QWEN_EYES | {"embed_dim": 16, "hidden_size": 64, "mlp_ratio": 2},
+            **QWEN_IDS,
+        )
+    ),
+    "qwen3_vl_moe": make_qwen_kind(
+        lambda: hf.Qwen3VLMoeConfig(
+            text_config=TEXT | ROPE | EXPERTS, vision_config=QWEN_EYES | {"deepstack_visual_indexes": [0, 1]},
+            **QWEN_IDS,
         ),
-        _make_qwen, *QWEN_TEXT,
+        is_native=False,
+    ),
+    "llava_next": VisionKind(
+        lambda: hf.LlavaNextConfig(
+            text_config=hf.LlamaConfig(**TEXT), vision_config=hf.CLIPVisionConfig(**EYES),
+            image_token_index=get_id("<image>"), image_grid_pinpoints=PINPOINTS,
+        ),
+        _make_llava_next, "<image>",
+    ),
+    "vipllava": VisionKind(
+        lambda: hf.VipLlavaConfig(
+            text_config=hf.LlamaConfig(**TEXT), vision_config=hf.CLIPVisionConfig(**EYES),
+            vision_feature_layers=[-2, -1], image_token_index=get_id("<image>"),
+        ),
+        _make_llava, "<image>",
+    ),
+    "internvl": VisionKind(
+        lambda: hf.InternVLConfig(
+            text_config=hf.Qwen2Config(**NARROW),
+            vision_config=hf.InternVLVisionConfig(**EYES | {"image_size": [28, 28], "patch_size": [14, 14]}),
+            image_token_id=get_id("<image>"),
+        ),
+        _make_internvl, "<image>",
     ),
 }  # fmt: skip
+CORE_KINDS = ("llava", "mistral3", "gemma3", "qwen2_5_vl", "qwen3_vl", "qwen3_5")  # each with mechanisms of its own
 
 
 @cache
@@ -194,6 +264,8 @@ def make_model(kind: str, seed: int = 0) -> Any:
         for weight in model.parameters():
             if weight.dim() > 1 and not weight.any():  # a projector that starts at zero hides its images
                 weight.normal_(0, 0.3)
+    if kind == "qwen3_vl_moe":
+        model.set_experts_implementation("eager")  # the default takes no float64
     model.generation_config.eos_token_id = 2
     return model.eval()
 
@@ -206,11 +278,13 @@ def save_vision_model(kind: str, folder: Path, seed: int = 0) -> Any:
     return model
 
 
-def wrap_vision_model(model: Any, kind: str, is_fused: bool = True, max_images: int = 4, **options: Any) -> HFModel:
+def wrap_vision_model(
+    model: Any, kind: str, is_fused: bool = True, max_images: int = 4, dtype: torch.dtype = torch.float32
+) -> HFModel:
     """Wrap a copy of a model as a target that reads images."""
-    copied = copy.deepcopy(model)
+    copied = copy.deepcopy(model).to(dtype)
     implementations = read_implementations(copied)
-    target = HFModel.wrap_model(copied, kind, is_fused, **options)
+    target = HFModel.wrap_model(copied, kind, is_fused)
     add_image_encoder(target, KINDS[kind].make_processor(), implementations, max_images)
     return target
 

@@ -11,14 +11,16 @@ from foredraft.models.hidden_states import find_decoder_layers
 from foredraft.models.pass_images import PassImages
 
 
-def embed_images(model: Any, tokens: Tensor, images: PassImages) -> dict[str, Tensor]:
-    """Return the argument of a model with the embeddings [1, T, H] of a pass.
+def make_input(model: Any, tokens: Tensor, images: PassImages | None) -> dict[str, Tensor]:
+    """Return the argument of a model with the token ids of a pass, or with its embeddings [1, T, H] if it has images.
 
     Args:
         model: transformers model.
         tokens: token ids [1, T].
-        images: rows of images of the pass.
+        images: rows of images of the pass; None = no request has images there.
     """
+    if images is None:
+        return {"input_ids": tokens}
     embeddings = model.get_input_embeddings()(tokens)
     rows = images.find_rows(embeddings.device)
     return {"inputs_embeds": embeddings.index_copy(1, rows, images.states[None].to(embeddings))}
