@@ -6,14 +6,14 @@ from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
 
-from foredraft.chat import Conversation, encode_chat, has_chat_template, has_images, list_conversations, list_images
+from foredraft.chat import Conversation, encode_chat, has_chat_template, has_images, list_conversations
 from foredraft.engine.engine import Engine
 from foredraft.engine.shared_engine import SharedEngine
 from foredraft.engine.transcript import Transcript
 from foredraft.errors import ForedraftError
-from foredraft.image_prompt import EncodedImagePrompt
+from foredraft.image_chat import ImageChat
 from foredraft.models.hf import HFModel
-from foredraft.models.prompts import Prompt, list_prompts, require_image_encoder
+from foredraft.models.prompts import Prompt, list_prompts
 from foredraft.outputs import Completion, Delta
 from foredraft.request_factory import RequestFactory
 from foredraft.request_options import RequestOptions
@@ -24,7 +24,7 @@ Parameters = TypeVar("Parameters", Sampling, RequestOptions)
 log = logging.getLogger("foredraft.llm")  # the module of the public class: log settings of programs have this name
 
 
-class CompletionGenerator:
+class CompletionGenerator(ImageChat):
     """Methods of `LLM` that take prompts. `LLM` sets the fields, and its `close` deletes them."""
 
     target: HFModel
@@ -112,36 +112,6 @@ class CompletionGenerator:
             template_options=template_options,
             is_source=self.target.has_encoder,
         )
-
-    def encode_image_chat(
-        self,
-        messages: Conversation,
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        chat_template: str | None = None,
-        template_options: Mapping[str, Any] | None = None,
-    ) -> EncodedImagePrompt:
-        """Return one conversation with images for `generate` or `stream`; arguments as in `foredraft.chat`.
-
-        The images are encoded here. Several requests may have the result.
-
-        Raises:
-            ForedraftError: the target has no image part, or an image or a message is refused.
-        """
-        encoder = require_image_encoder(self.target)
-        images = encoder.read(list_images(messages))
-        ids = encode_chat(
-            self.tokenizer,
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            chat_template=chat_template,
-            template_options=template_options,
-            takes_images=True,
-        )
-        tokens, placed = encoder.place(ids, images)
-        return EncodedImagePrompt(tuple(tokens), placed)
 
     @property
     def has_chat_template(self) -> bool:

@@ -60,7 +60,7 @@ class PlacedImages:
 
     @property
     def shift(self) -> int:
-        """What a token after the prompt adds to its index for its position."""
+        """Number that a token after the prompt adds to its index for its position."""
         return 0 if self.positions is None else int(self.positions[:, -1].max()) + 1 - self.positions.shape[1]
 
     def find_rows(self, start: int, stop: int) -> range:

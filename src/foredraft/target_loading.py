@@ -1,6 +1,7 @@
 """Loading of the target of an `LLM`, with its tokenizer: a folder, a hub id, a built-in model or a loaded one."""
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,8 @@ from foredraft.errors import ForedraftError
 from foredraft.files.hub import find_revision
 from foredraft.kernels.cpu.library import load_library
 from foredraft.kernels.quantize import check_quantization
-from foredraft.models.attention import read_implementations
 from foredraft.models.hf import HFModel
-from foredraft.models.images.loading import add_image_encoder, check_image_options, load_processor
+from foredraft.models.images.loading import check_image_options, wrap_with_images
 from foredraft.models.kv_dtype import AUTO, apply_kv_dtype
 from foredraft.models.loading import check_cpu_dtype, load_model, load_tokenizer, parse_device, read_vocab_size
 from foredraft.models.lora import merge_lora
@@ -75,14 +75,13 @@ def load_target(
             parallel = load_parallel_model(folder, name, dtype, device, tensor_parallel_size)
             loaded = parallel.model
         else:  # an adapter may be for the image encoder too, so it needs the whole model; it changes rounded weights
-            is_text_only = lora is None and not max_images
-            loaded = load_model(folder, dtype, parse_device(device), 1, None if lora else quantization, is_text_only)
+            is_text, rounding = lora is None and not max_images, None if lora else quantization
+            loaded = load_model(folder, dtype, parse_device(device), 1, rounding, is_text)
         loaded = loaded if lora is None else merge_lora(loaded, lora, name)
     else:
         check_loaded_model(tensor_parallel_size)
         loaded, name = name, getattr(name, "name_or_path", "") or type(name).__name__
-        if revision is not None:
-            raise ForedraftError("a loaded model has no revision; leave revision out")
+        _check_no_revision(revision)
     if isinstance(tokenizer, (str, Path)):
         source = own_tokenizer if tokenizer == AUTO_TOKENIZER else str(tokenizer)
         tokenizer = None if source is None else _load_tokenizer(source, loaded, is_required=tokenizer != AUTO_TOKENIZER)
@@ -92,11 +91,8 @@ def load_target(
     is_ours = isinstance(model, (str, Path)) or model is None
     _check_fused(loaded, name, fused)
     is_fused = is_ours or quantization is not None or exact or kv_dtype != AUTO if fused is None else fused
-    processor = load_processor(str(own_tokenizer), str(name)) if max_images else None
-    own_attention = read_implementations(loaded)
-    target = wrap_model(loaded, name, is_fused, is_ours, quantization, sharer, exact)
-    if processor is not None:
-        add_image_encoder(target, processor, own_attention, max_images)
+    wrap = partial(wrap_model, loaded, name, is_fused, is_ours, quantization, sharer, exact)
+    target = wrap_with_images(loaded, wrap, str(own_tokenizer), max_images) if max_images else wrap()
     target = apply_kv_dtype(target, kv_dtype).with_context(max_model_len)
     return LoadedTarget(target, tokenizer, builtin, fused is not False)
 
@@ -129,6 +125,12 @@ def _check_types(max_model_len: Any, tokenizer: Any, exact: Any) -> None:
         raise ForedraftError(f"max_model_len must be an integer or None, got {max_model_len!r:.80}")
     if not isinstance(tokenizer, (str, Path)) and not callable(tokenizer) and tokenizer is not None:
         raise ForedraftError(f"tokenizer takes a tokenizer, its folder or hub id, or None; got {tokenizer!r:.80}")
+
+
+def _check_no_revision(revision: str | None) -> None:
+    """Raise ForedraftError if a loaded model is given with a revision."""
+    if revision is not None:
+        raise ForedraftError("a loaded model has no revision; leave revision out")
 
 
 def _check_shared_load(model: Any, tensor_parallel_size: int) -> None:

@@ -234,7 +234,7 @@ class ForwardBatch:
 
     @cached_property
     def images(self) -> PassImages | None:
-        """What images change in the pass; None = nothing."""
+        """Changes of the pass by images; None = nothing."""
         return PassImages.collect(self.spans)
 
     @cached_property

@@ -20,7 +20,7 @@ from foredraft.models.adapters.adapter_set import AdapterSet
 from foredraft.models.compatibility import examine_causal_lm
 from foredraft.models.exact import make_exact
 from foredraft.models.forward_batch import AFTER_FINAL_NORM, ForwardBatch
-from foredraft.models.images.encoder import ImageEncoder
+from foredraft.models.images.reader import ImageReader
 from foredraft.models.model_facts import ModelFacts
 from foredraft.models.native.decoder import NativeDecoder, explain_unsupported
 from foredraft.models.packed_linear import check_quantizable, list_packed_weights, pack_linears
@@ -58,7 +58,7 @@ class LM(Protocol):
 
 
 @dataclass
-class HFModel(ModelFacts):
+class HFModel(ImageReader, ModelFacts):
     """A transformers causal LM."""
 
     model: Any  # a PreTrainedModel, whose own type annotations are too loose for mypy
@@ -74,7 +74,6 @@ class HFModel(ModelFacts):
     max_context: int | None = field(kw_only=True, default=None)  # tokens; None = the model's own limit
     has_exact_modules: bool = field(kw_only=True, default=False)  # linear layers and norms of `models/exact_modules.py`
     adapters: AdapterSet = field(kw_only=True, default_factory=AdapterSet)  # shared by copies with new KV
-    image_encoder: ImageEncoder | None = field(kw_only=True, default=None)  # None = images are not read
 
     def __post_init__(self) -> None:
         self.recorded = RecordedPasses(self.name, self.pool, self.module_pass.recording_obstacle)

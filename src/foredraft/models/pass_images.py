@@ -11,7 +11,7 @@ from foredraft.models.span import Span
 
 @dataclass(frozen=True)
 class PassImages:
-    """What the images of the requests change in a pass of T rows."""
+    """Changes of a pass of T rows by the images of its requests."""
 
     index: tuple[int, ...]  # [T] row of `states` in place of the embedding; -1 = the embedding of the token
     ahead: tuple[int, ...]  # [T] tokens after its own that a row sees

@@ -10,7 +10,6 @@ from foredraft.errors import ForedraftError
 from foredraft.image_prompt import EncodedImagePrompt, ImagePrompt
 from foredraft.models.encdec.model import EncoderDecoder
 from foredraft.models.hf import HFModel
-from foredraft.models.images.encoder import ImageEncoder
 from foredraft.placed_images import PlacedImages
 from foredraft.source import EncoderSource, PreparedPrompt, Seq2Seq
 from foredraft.tokenization.encoding import encode
@@ -51,7 +50,7 @@ def read_prompt(model: HFModel, tokenizer: Any | None, prompt: Prompt) -> Prompt
     if isinstance(prompt, EncodedImagePrompt):
         ids, images = list(prompt.tokens), prompt.images
     elif isinstance(prompt, ImagePrompt) and len(prompt.images):
-        encoder = require_image_encoder(model)
+        encoder = model.require_image_encoder(model.name)
         ids, images = encoder.place(_encode_ids(model, tokenizer, prompt.text), encoder.read(prompt.images))
     else:
         ids = _encode_ids(model, tokenizer, prompt.text if isinstance(prompt, ImagePrompt) else prompt)
@@ -62,16 +61,6 @@ def read_prompt(model: HFModel, tokenizer: Any | None, prompt: Prompt) -> Prompt
             f"the prompt has {len(ids)} tokens and the model's context is {model.context_length}; shorten it"
         )
     return PromptInput(ids, images=images)
-
-
-def require_image_encoder(model: HFModel) -> ImageEncoder:
-    """Return the image encoder of a model. Raises ForedraftError if it was loaded without one."""
-    if model.image_encoder is None:
-        raise ForedraftError(
-            f"{model.name} was loaded without its image part; load a vision-language model with max_images=N, N images "
-            "per request at most (--max-images N)"
-        )
-    return model.image_encoder
 
 
 def _read_seq2seq_prompt(

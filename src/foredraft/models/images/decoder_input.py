@@ -1,4 +1,4 @@
-"""What a vision-language model gives to its decoder for an image, taken from the model's own code.
+"""Input of a decoder for an image, taken from the code of the vision-language model itself.
 
 The model runs up to its decoder: embeddings, image encoder, projector, and whatever its family does with positions and
 masks. The arguments of the decoder then say what an image changes, so no code here depends on a family.

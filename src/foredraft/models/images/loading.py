@@ -1,5 +1,6 @@
 """Loading of the processor of a vision-language model, and refusals of models that cannot be served with images."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ from transformers import AutoProcessor
 from foredraft.errors import ForedraftError
 from foredraft.files.gguf import find_gguf
 from foredraft.image_files import ImageLimits, import_pillow
+from foredraft.models.attention import read_implementations
 from foredraft.models.hf import HFModel
 from foredraft.models.images.encoder import ImageEncoder
 from foredraft.models.images.families import REFUSED_FAMILIES, TESTED_FAMILIES
@@ -37,6 +39,25 @@ def check_image_options(model: Any, max_images: int, tensor_parallel_size: int) 
         raise ForedraftError(f"{OPTION} needs the processor of the model; give the folder or hub id of the model")
     if tensor_parallel_size > 1:
         raise ForedraftError(f"images are read by a target in one process; leave {OPTION} or tensor_parallel_size out")
+
+
+def wrap_with_images(model: Any, wrap: Callable[[], HFModel], folder: str, max_images: int) -> HFModel:
+    """Wrap a loaded model as a target that reads images.
+
+    Args:
+        model: whole transformers model.
+        wrap: wraps it.
+        folder: folder or hub id of the model.
+        max_images: images per request at most.
+
+    Raises:
+        ForedraftError: the model cannot be wrapped or served with images, or has no processor.
+    """
+    implementations = read_implementations(model)  # before they are replaced
+    processor = load_processor(folder)
+    target = wrap()
+    add_image_encoder(target, processor, implementations, max_images)
+    return target
 
 
 def add_image_encoder(target: HFModel, processor: Any, implementations: dict[str, str], max_images: int) -> None:
@@ -77,18 +98,14 @@ def _check_model(target: HFModel) -> None:
         raise ForedraftError(f"{target.name} cannot be served with images: {obstacle}; {REMEDY}")
 
 
-def load_processor(folder: str, name: str) -> Any:
-    """Load the processor of a model.
-
-    Args:
-        folder: folder or hub id of the model.
-        name: name of the model in errors.
+def load_processor(name: str) -> Any:
+    """Load the processor of a folder or hub id.
 
     Raises:
         ForedraftError: there is none, a package is missing that it needs, or it has no placeholder for images.
     """
     try:
-        processor = AutoProcessor.from_pretrained(folder, trust_remote_code=False)
+        processor = AutoProcessor.from_pretrained(name, trust_remote_code=False)
     except ImportError as error:
         raise ForedraftError(
             f"the processor of {name} needs a package that is missing ({summarise_error(error)}); install it, or "
