@@ -6,6 +6,7 @@
 
 #include "decoder.h"
 #include "experts.h"
+#include "recurrent.h"
 
 typedef struct {
     const fd_model *model;
@@ -31,13 +32,20 @@ static decoder_shape decoder_only_shape(const fd_model *m, const fd_rows *rows) 
     long bytes = max_long(row_bytes(&m->head), row_bytes(&m->fc));
     if (m->adapter) bytes = max_long(bytes, mlp_input_bytes(m->adapter));
     long experts = 0;
+    int mixer_width = 0, mixer_inner = 0;
     for (int i = 0; i < m->layers; i++) {
         const fd_layer *l = m->layer + i;
         bytes = max_long(bytes, max_long(max_long(row_bytes(&l->qkv), row_bytes(&l->out)), mlp_input_bytes(l)));
         if (l->experts) experts = max_long(experts, expert_bytes(l->experts, rows->num_rows));
+        if (!l->mixer) continue;
+        bytes = max_long(bytes, max_long(row_bytes(&l->mixer->input), row_bytes(&l->mixer->out)));
+        mixer_width = max_long(mixer_width, l->mixer->width);
+        mixer_inner = max_long(mixer_inner, l->mixer->inner);
     }
     return (decoder_shape){.hidden = m->hidden, .heads = m->heads, .kv_heads = m->kv_heads, .head_dim = m->head_dim,
                            .inner = m->inner, .kv_kind = m->kv_kind, .has_branch = has_branches(m),
+                           .gate_width = m->has_attention_gate ? m->heads * m->head_dim : 0,
+                           .mixer_width = mixer_width, .mixer_inner = mixer_inner,
                            .eps = m->eps, .input_bytes = bytes, .expert_bytes = experts,
                            .score_bytes = attention_scratch(rows, m->heads / m->kv_heads)};
 }
@@ -161,6 +169,21 @@ static void attention_block(decoder_only *o, fd_team *team, int layer, char *sco
     if (l->attention_post_norm) add_branch(d, team, norm_of(m, l->attention_post_norm));
 }
 
+/* The recurrent part of a layer, in place of attention. */
+static void mixer_block(decoder_only *o, fd_team *team, int layer) {
+    const fd_model *m = o->model;
+    const fd_layer *l = m->layer + layer;
+    const fd_mixer *x = l->mixer;
+    decoder *d = &o->d;
+    read_all_hidden(d, team, &x->input, norm_of(m, l->attention_norm), NO_NORM, &NO_CHANGE);
+    project(d, team, &x->input, store_to(&x->input, d->qkv, x->width, 1.0f));
+    fd_mixing j = {.mixer = x, .runs = d->pass->runs, .projected = d->qkv, .out = d->attention,
+                   .conv_states = d->pass->conv_states[layer], .states = d->pass->states[layer],
+                   .num_rows = d->rows->num_rows};
+    run_mixer(team, &j);
+    project_rows(d, team, &x->out, d->attention, x->inner, add_to_residual(d, &x->out, m->residual_scale));
+}
+
 INLINE mlp gated_mlp(const fd_layer *l, int activation) {
     return (mlp){.in = &l->gate_up, .out = &l->down, .is_gated = 1, .activation = activation};
 }
@@ -194,7 +217,8 @@ static void run_decoder_only(decoder_only *o, fd_team *team, char *scores) {
     start_residual(o, team);
     return_hidden_layer(d, team, 0, NO_NORM);
     for (int i = 0; i < m->layers; i++) {
-        attention_block(o, team, i, scores);
+        if (m->layer[i].mixer) mixer_block(o, team, i);
+        else attention_block(o, team, i, scores);
         gated_mlp_block(o, team, i);
         return_hidden_layer(d, team, i + 1, NO_NORM);
     }

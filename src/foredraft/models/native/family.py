@@ -23,6 +23,10 @@ def _rotate_in_window(attention: Any) -> int:
     return NO_ROTARY if attention.sliding_window is None else ROTARY
 
 
+def _rotate_if_configured(attention: Any) -> int:
+    return ROTARY if attention.config.position_embedding_type == "rope" else NO_ROTARY
+
+
 def _rotate_if_marked(attention: Any) -> int:
     return ROTARY if attention.use_rope else NO_ROTARY
 
@@ -35,6 +39,9 @@ class FamilyNorms:
     attention_post: str = ""  # of the attention's output before it is added
     mlp: str = "post_attention_layernorm"  # that of the attention = both read the same states
     mlp_post: str = ""
+    query: str = "q_norm"  # of the attention
+    key: str = "k_norm"
+    final: str = "norm"  # of the decoder
     eps: str = "variance_epsilon"  # name of the attribute of a norm
     offset: float = 0.0  # added to the weights
     are_layer_norms: bool = False  # LayerNorm without a bias, otherwise RMSNorm
@@ -73,13 +80,18 @@ class DecoderFamily:
     has_single_factors: bool = False  # whether the rotary module does not repeat its factors
     has_local_rotary: bool = False  # whether layers with a sliding window have a rotary table of their own
     has_scaled_embedding: bool = False  # whether the module of the embeddings multiplies them
-    activation: str = "hidden_act"  # options of the text config
+    activation: str = "hidden_act"  # options of the text config; activation "" = SiLU
     softcap: str = ""  # of attention scores; "" = none
     logit_softcap: str = ""
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    out: str = "o_proj"
+    has_gate: bool = False  # whether every head of q_proj has a gate of the head's result after its query
+    mixer: str = ""  # attribute of the layers that are recurrent, which have no attention; "" = none is
+    mlp: str = "mlp"
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
+    down: str = "down_proj"
     experts: ExpertNames | None = None  # None = every layer has an MLP
-    unset_options: tuple[str, ...] = ()  # options of the text config that must be None
+    unset_options: tuple[str, ...] = ()  # options of the text config that must be None or 0
 
     def is_own_embedding(self, module: Any, decoder: Any) -> bool:
         """Return whether the embeddings of a decoder are those of its family."""
@@ -94,7 +106,9 @@ class DecoderFamily:
         return float(getattr(config, "embedding_multiplier", 1.0))
 
     def make_rotary_tables(self, module: Any) -> RotaryTables:
-        """Make the tables of a rotary module."""
+        """Make the tables of a rotary module, or of a model without one."""
+        if module is None:
+            return RotaryTables.make_empty()
         if self.has_local_rotary:
             return RotaryTables.from_module_by_type(module)
         return RotaryTables.from_module(module, self.has_paired_factors, self.has_single_factors)
@@ -112,12 +126,29 @@ class DecoderFamily:
         module = getattr(block, self.experts.block)
         return module if "experts" in dict(module.named_children()) else None
 
+    def find_mixer(self, block: Any) -> Any | None:
+        """Return the recurrent part of a layer; None if the layer has attention."""
+        return dict(block.named_children()).get(self.mixer)
+
+    def read_activation(self, config: Any) -> str:
+        """Read the name of the activation of a text config."""
+        return getattr(config, self.activation) if self.activation else "silu"
+
     def list_projections(self, block: Any) -> list[Any]:
-        """List the linear modules of a layer."""
-        of_attention = [getattr(block.self_attn, name) for name in (*self.qkv, "o_proj")]
+        """List the linear modules of a layer, those of a recurrent part aside."""
+        mixer = self.find_mixer(block)
+        of_attention = [] if mixer is not None else [getattr(block.self_attn, name) for name in (*self.qkv, self.out)]
         if self.find_experts(block) is not None:
             return of_attention
-        return [*of_attention, *(getattr(block.mlp, name) for name in (*self.gate_up, "down_proj"))]
+        return [*of_attention, *self.list_gate_up(block), self.get_down(block)]
+
+    def list_gate_up(self, block: Any) -> list[Any]:
+        """List the linear modules of a layer's MLP that act on its input."""
+        return [getattr(getattr(block, self.mlp), name) for name in self.gate_up]
+
+    def get_down(self, block: Any) -> Any:
+        """Return the linear module of a layer's MLP that yields its output."""
+        return getattr(getattr(block, self.mlp), self.down)
 
 
 LLAMA = DecoderFamily()
@@ -168,6 +199,26 @@ GPT_OSS = DecoderFamily(
     has_single_factors=True,
     experts=ExpertNames(router="router", normalisation="", has_pairs=True, is_clamped=True),
 )
+QWEN3_5 = DecoderFamily(norms=FamilyNorms(offset=1.0, eps="eps"), has_gate=True, mixer="linear_attn")
+GRANITE_HYBRID = DecoderFamily(
+    positions=_rotate_if_configured,
+    mixer="mamba",
+    mlp="shared_mlp",
+    gate_up=("input_linear",),
+    down="output_linear",
+    unset_options=("num_local_experts",),
+)
+LFM2 = DecoderFamily(
+    norms=FamilyNorms(
+        attention="operator_norm", mlp="ffn_norm", query="q_layernorm", key="k_layernorm", final="embedding_norm"
+    ),
+    activation="",
+    out="out_proj",
+    mixer="conv",
+    mlp="feed_forward",
+    gate_up=("w1", "w3"),
+    down="w2",
+)
 
 # By config.model_type. Text has three equal positions in Qwen-VL, which makes its rotary factors those of Qwen.
 VISION_FAMILIES = ("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text")
@@ -187,4 +238,7 @@ FAMILIES = {
     "olmoe": OLMOE,
     "granitemoe": GRANITE_MOE,
     "gpt_oss": GPT_OSS,
+    "qwen3_5_text": QWEN3_5,
+    "granitemoehybrid": GRANITE_HYBRID,
+    "lfm2": LFM2,
 }

@@ -1,0 +1,92 @@
+"""Recurrent parts of layers by the native kernel: gated delta nets, Mamba-2 and short convolutions over runs of rows."""
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from foredraft.errors import ForedraftError
+from foredraft.kernels.cpu.library import load_library
+from foredraft.kernels.cpu.records import MixerRecord, MixingRecord, RunsRecord
+
+DELTA, MAMBA2, SHORT_CONV = range(3)  # kinds, as in foredraft.h
+MAX_TAPS = 8  # inputs of a convolution, as in recurrent.h
+
+
+@dataclass(frozen=True)
+class NativeRuns:
+    """Runs of packed rows in the layout of the native code."""
+
+    record: RunsRecord
+    numbers: Tensor  # [4, n] keeps the record's memory alive
+
+    @classmethod
+    def pack(
+        cls, first_rows: Sequence[int], lengths: Sequence[int], start_states: Sequence[int], end_states: Sequence[int]
+    ) -> "NativeRuns":
+        """Pack n runs. A run whose end state is the start state of another one stands before it.
+
+        Args:
+            first_rows: [n] first packed row.
+            lengths: [n] number of rows, which are consecutive.
+            start_states: [n] ids of the states before the first rows; 0 = the null state.
+            end_states: [n] ids of the states after the last rows.
+        """
+        numbers = torch.tensor([first_rows, lengths, start_states, end_states], dtype=torch.int32)
+        first, stride = numbers.data_ptr(), numbers.shape[1] * numbers.itemsize
+        return cls(RunsRecord(numbers.shape[1], *(first + i * stride for i in range(4))), numbers)
+
+
+@dataclass(frozen=True)
+class MixerKernel:
+    """Recurrent part of one layer, without its projections."""
+
+    record: MixerRecord
+    tensors: tuple[Tensor, ...]  # keep the record's memory alive
+
+    @property
+    def conv_size(self) -> tuple[int, int]:
+        """Size of a state of the convolution: inputs before the next one, the oldest first, and channels."""
+        return self.record.taps - 1, self.record.channels
+
+    @property
+    def state_size(self) -> tuple[int, int, int] | None:
+        """Size of a state of the recurrence, [heads, key_dim, value_dim]; None = there is none."""
+        if self.record.kind == SHORT_CONV:
+            return None
+        return self.record.heads, self.record.key_dim, self.record.value_dim
+
+    def run(self, projected: Tensor, runs: NativeRuns, conv_states: Tensor, states: Tensor | None) -> Tensor:
+        """Advance the states of all runs.
+
+        Args:
+            projected: [T, width], float32, contiguous; its inputs of the convolution are overwritten.
+            runs: runs of the T rows.
+            conv_states: [S, *conv_size], float32. The end states are written.
+            states: [S, *state_size], float32; None for a short convolution.
+
+        Returns:
+            Inputs [T, inner] of the output projection, float32.
+
+        Raises:
+            ForedraftError: the native kernels are not installed.
+        """
+        native = load_library()
+        if native is None:
+            raise ForedraftError("the native kernels are not installed; run: python -m foredraft.kernels.cpu.build")
+        assert projected.is_contiguous() and projected.dtype == torch.float32, "rows are float32 and contiguous"
+        out = torch.empty(len(projected), self.record.inner, dtype=torch.float32)
+        native.sync_threads()
+        job = MixingRecord(
+            mixer=ctypes.pointer(self.record),
+            runs=ctypes.pointer(runs.record),
+            projected=projected.data_ptr(),
+            conv_states=conv_states.data_ptr(),
+            states=None if states is None else states.data_ptr(),
+            out=out.data_ptr(),
+            num_rows=len(projected),
+        )
+        native.handle.fd_mix(job)
+        return out
