@@ -1,4 +1,4 @@
-"""Recurrent parts of layers by the native kernel: gated delta nets, Mamba-2 and short convolutions over runs of rows."""
+"""Recurrent parts of layers by the native kernel: gated delta nets, Mamba-2 and short convolutions."""
 
 import ctypes
 from collections.abc import Sequence
@@ -76,7 +76,8 @@ class MixerKernel:
         native = load_library()
         if native is None:
             raise ForedraftError("the native kernels are not installed; run: python -m foredraft.kernels.cpu.build")
-        assert projected.is_contiguous() and projected.dtype == torch.float32, "rows are float32 and contiguous"
+        assert projected.is_contiguous(), "rows are contiguous"
+        assert projected.dtype == torch.float32, "rows are float32"
         out = torch.empty(len(projected), self.record.inner, dtype=torch.float32)
         native.sync_threads()
         job = MixingRecord(

@@ -82,8 +82,10 @@ class StatePool:
                 self._addresses = None
 
     def list_addresses(self, num_layers: int) -> tuple[int, int]:
-        """Return the addresses of two arrays, valid until the pool grows: for each layer the address of its first
-        tensor of convolution states, and of its first tensor of recurrent states; NULL for those that it has not.
+        """Return the addresses of two arrays [num_layers], valid until the pool grows.
+
+        They hold the address of every layer's first tensor of convolution states, and of its first tensor of recurrent
+        states; NULL if it has none.
         """
         if self._addresses is None:
             conv, recurrent = (
