@@ -5,8 +5,9 @@ team once, from the embeddings to the logits. Other models run transformers' mod
 """
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from threading import Lock
 from typing import Any
 
@@ -111,7 +112,6 @@ class NativeDecoder:
     dtype: torch.dtype  # of the model's weights and hidden states
     vocab_size: int  # number of input tokens
     rotary_tables: RotaryTables
-    state_shapes: Mapping[StateKey, StateShape] = field(default_factory=dict)  # of the recurrent layers
     num_positions: int = 0  # positions in the record's rotary table
     owner: ModelRecord | None = None  # keeps the layers alive to which a copied record points
     scratch: ScratchPool = field(default_factory=ScratchPool)
@@ -157,8 +157,16 @@ class NativeDecoder:
         assert native is not None, "explain_unsupported was not called"
         tune_products(native, sum(weight.data.nbytes for weight in packer.weights))
         samples = [torch.empty(0, heads, record.head_dim, dtype=dtype) for heads in _list_kv_heads(record)]
-        shapes = _list_state_shapes(record)
-        return cls(native, record, packer.weights, packer.tensors, samples, dtype, vocab_size, rotary_tables, shapes)
+        return cls(native, record, packer.weights, packer.tensors, samples, dtype, vocab_size, rotary_tables)
+
+    @cached_property
+    def state_shapes(self) -> dict[StateKey, StateShape]:
+        """Shapes of the states of the recurrent layers. Cached, since reading a record is slow."""
+        shapes: dict[StateKey, StateShape] = {}
+        for layer in range(self.record.layers):
+            if self.record.layer[layer].mixer:
+                shapes |= list_state_shapes(layer, MixerKernel(self.record.layer[layer].mixer.contents, ()))
+        return shapes
 
     @property
     def head(self) -> PackedWeight:
@@ -275,14 +283,6 @@ class NativeDecoder:
 def _list_kv_heads(record: ModelRecord) -> list[int]:
     """List the heads of keys and values of every layer; 0 = it is recurrent."""
     return [0 if record.layer[i].mixer else record.kv_heads for i in range(record.layers)]
-
-
-def _list_state_shapes(record: ModelRecord) -> dict[StateKey, StateShape]:
-    shapes: dict[StateKey, StateShape] = {}
-    for layer in range(record.layers):
-        if record.layer[layer].mixer:
-            shapes |= list_state_shapes(layer, MixerKernel(record.layer[layer].mixer.contents, ()))
-    return shapes
 
 
 def _build_record(
