@@ -1,6 +1,7 @@
 """Recurrent parts of layers by the native kernel: gated delta nets, Mamba-2 and short convolutions."""
 
 import ctypes
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,7 +21,7 @@ class NativeRuns:
     """Runs of packed rows in the layout of the native code."""
 
     record: RunsRecord
-    numbers: Tensor  # [4, n] keeps the record's memory alive
+    numbers: Tensor  # [6, n] keeps the record's memory alive
 
     @classmethod
     def pack(
@@ -34,9 +35,40 @@ class NativeRuns:
             start_states: [n] ids of the states before the first rows; 0 = the null state.
             end_states: [n] ids of the states after the last rows.
         """
-        numbers = torch.tensor([first_rows, lengths, start_states, end_states], dtype=torch.int32)
+        slots = _choose_slots(lengths, start_states, end_states)
+        numbers = torch.tensor([first_rows, lengths, start_states, end_states, *slots], dtype=torch.int32)
         first, stride = numbers.data_ptr(), numbers.shape[1] * numbers.itemsize
-        return cls(RunsRecord(numbers.shape[1], *(first + i * stride for i in range(4))), numbers)
+        return cls(RunsRecord(numbers.shape[1], *(first + i * stride for i in range(len(numbers)))), numbers)
+
+
+def _choose_slots(
+    lengths: Sequence[int], start_states: Sequence[int], end_states: Sequence[int]
+) -> tuple[list[int], list[int]]:
+    """Choose slots for the states that later rows of the pass read.
+
+    Returns:
+        [n] slot of the state after each run, and slot of the state before it; -1 = none.
+    """
+    readers: dict[int, int] = Counter(start_states)  # start state -> runs that have not read it
+    slots, start_slots = [], []
+    places: dict[int, int] = {}  # state -> its slot
+    free: list[int] = []
+    num_slots = 0
+    for length, start, end in zip(lengths, start_states, end_states, strict=True):
+        start_slots.append(places.get(start, -1))
+        slot = -1
+        if length > 1 or readers[end]:
+            slot = free.pop() if free else num_slots
+            num_slots = max(num_slots, slot + 1)
+        readers[start] -= 1
+        if start in places and not readers[start]:
+            free.append(places.pop(start))
+        if slot >= 0 and readers[end]:
+            places[end] = slot
+        elif slot >= 0:
+            free.append(slot)
+        slots.append(slot)
+    return slots, start_slots
 
 
 @dataclass(frozen=True)

@@ -65,6 +65,9 @@ typedef struct {
 typedef struct {
     int32_t num_runs;
     const int32_t *first_row, *length, *start_state, *end_state; /* [num_runs] */
+    /* [num_runs] Slots in which a member keeps the state after a run for the runs that follow it, and the slot with the
+     * start state; -1 = none. A slot is used again after the last of them. */
+    const int32_t *slot, *start_slot;
 } fd_runs;
 
 /* Arguments of the recurrent part of one layer. */

@@ -74,7 +74,7 @@ class RunsRecord(ctypes.Structure):
 
     _fields_ = (
         ("num_runs", c_int32),
-        *((name, c_void_p) for name in "first_row length start_state end_state".split()),
+        *((name, c_void_p) for name in "first_row length start_state end_state slot start_slot".split()),
     )
 
 

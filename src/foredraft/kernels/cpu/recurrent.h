@@ -3,6 +3,9 @@
  * A run reads the state after its parent and writes that after its last row; a parent's run stands before it. A work item
  * has some channels, or a head, of all runs, so no run waits for another member. The results of a row depend on the state
  * before it and on its own inputs alone: chunks, chains and trees have the same bits.
+ *
+ * The states of all draft nodes leave the caches, and most are never read: writing them limits the speed. They are
+ * streamed to the pool, which reads nothing first; runs that follow in this pass read a copy in the member's memory.
  */
 #ifndef FD_RECURRENT_H
 #define FD_RECURRENT_H
@@ -16,6 +19,8 @@
 #include "team.h"
 
 enum { MAX_TAPS = 8, CHANNEL_ITEM = 64 /* channels of a work item */ };
+enum { SLOT_BYTES = 1 << 20 /* most memory for states that a member keeps, a part of its cache */ };
+enum { TO_SLOT, TO_POOL, TO_BOTH };
 #define LENGTH_EPS 1e-6f /* of the lengths of queries and keys, as in transformers */
 
 /* The first n numbers of a vector, the others 0. */
@@ -89,10 +94,22 @@ typedef struct {
     int keys, stride, is_delta;
 } head_step;
 
-/* Advances `vectors` vectors of columns of a state, of which the last has n numbers: from *= decay, then adds the outer
- * product of the key and the value's share; returns the products with the query in `out`. */
-INLINE void step_columns(const head_step *s, const float *from, float *to, const float *value, float *out, int vectors,
-                         int n) {
+/* A state before a step, and where that after it goes. `from` and `slot` may be equal. */
+typedef struct {
+    const float *from;
+    float *slot, *pool;
+    int target; /* TO_SLOT, TO_POOL or TO_BOTH */
+    int can_stream;
+} step_state;
+
+/* Advances `vectors` vectors of columns from c of a state, of which the last has n numbers: the state times its decay,
+ * plus the outer product of the key and the value's share; returns the products with the query in `out`. */
+INLINE void step_columns(const head_step *s, const step_state *at, int target, int can_stream, const float *value,
+                         float *out, int c, int vectors, int n) {
+    const float *from = at->from + c;
+    float *slot = at->slot + c, *pool = at->pool + c;
+    value += c;
+    out += c;
     vf added[8], sum[8];
     _Pragma("GCC unroll 8") for (int v = 0; v < vectors; v++) sum[v] = (vf){0};
     if (s->is_delta) {
@@ -110,22 +127,35 @@ INLINE void step_columns(const head_step *s, const float *from, float *to, const
     vf decay = broadcast(s->decay);
     for (int k = 0; k < s->keys; k++) {
         vf key = broadcast(s->key[k]), query = broadcast(s->query[k]);
-        long at = (long)k * s->stride;
         _Pragma("GCC unroll 8") for (int v = 0; v < vectors; v++) {
-            vf x = multiply_add(key, added[v], load_part(from + at + v * LANES, n) * decay);
-            store_part(to + at + v * LANES, x, n);
+            long i = (long)k * s->stride + v * LANES;
+            vf x = multiply_add(key, added[v], load_part(from + i, n) * decay);
+            if (target != TO_POOL) store_part(slot + i, x, n);
+            if (target != TO_SLOT) {
+                if (can_stream) stream(pool + i, x);
+                else store_part(pool + i, x, n);
+            }
             sum[v] = multiply_add(x, query, sum[v]);
         }
     }
     _Pragma("GCC unroll 8") for (int v = 0; v < vectors; v++) store_part(out + v * LANES, sum[v], n);
 }
 
-static void step_head(const head_step *s, const float *from, float *to, const float *value, float *out) {
+INLINE void step_all_columns(const head_step *s, const step_state *at, int target, int can_stream, const float *value,
+                             float *out) {
     int c = 0;
-    for (; c + 8 * LANES <= s->stride; c += 8 * LANES) step_columns(s, from + c, to + c, value + c, out + c, 8, LANES);
-    for (; c + 4 * LANES <= s->stride; c += 4 * LANES) step_columns(s, from + c, to + c, value + c, out + c, 4, LANES);
-    for (; c + LANES <= s->stride; c += LANES) step_columns(s, from + c, to + c, value + c, out + c, 1, LANES);
-    if (c < s->stride) step_columns(s, from + c, to + c, value + c, out + c, 1, s->stride - c);
+    for (; c + 8 * LANES <= s->stride; c += 8 * LANES) step_columns(s, at, target, can_stream, value, out, c, 8, LANES);
+    for (; c + 4 * LANES <= s->stride; c += 4 * LANES) step_columns(s, at, target, can_stream, value, out, c, 4, LANES);
+    for (; c + LANES <= s->stride; c += LANES) step_columns(s, at, target, can_stream, value, out, c, 1, LANES);
+    if (c < s->stride) step_columns(s, at, target, can_stream, value, out, c, 1, s->stride - c);
+}
+
+/* The arguments are constants to the compiler, so that no loop has a branch. */
+static void step_head(const head_step *s, const step_state *at, const float *value, float *out) {
+    if (at->target == TO_SLOT) step_all_columns(s, at, TO_SLOT, 0, value, out);
+    else if (!at->can_stream) step_all_columns(s, at, at->target, 0, value, out);
+    else if (at->target == TO_POOL) step_all_columns(s, at, TO_POOL, 1, value, out);
+    else step_all_columns(s, at, TO_BOTH, 1, value, out);
 }
 
 /* y = scale * x / |x| */
@@ -147,7 +177,7 @@ static void multiply_by_gate(const float *gate, int n, float *y) {
     }
 }
 
-static void step_delta(const fd_mixing *j, int row, int head, const float *from, float *to) {
+static void step_delta(const fd_mixing *j, int row, int head, const step_state *at) {
     const fd_mixer *m = j->mixer;
     const float *x = projected_row(j, row);
     int keys = m->key_dim, values = m->value_dim, group = head / (m->heads / m->groups);
@@ -158,12 +188,12 @@ static void step_delta(const fd_mixing *j, int row, int head, const float *from,
     float step = softplus(x[m->step_at + head] + m->step_bias[head]);
     head_step s = {.key = key, .query = query, .decay = expf(m->rate[head] * step), .keys = keys, .stride = values,
                    .share = 1.0f / (1.0f + expf(-x[m->share_at + head])), .is_delta = 1};
-    step_head(&s, from, to, all_keys + (long)m->groups * keys + (long)head * values, out);
+    step_head(&s, at, all_keys + (long)m->groups * keys + (long)head * values, out);
     rms_norm(out, m->norm, m->eps, values, out);
     multiply_by_gate(x + m->gate_at + (long)head * values, values, out);
 }
 
-static void step_mamba(const fd_mixing *j, int row, int head, const float *from, float *to) {
+static void step_mamba(const fd_mixing *j, int row, int head, const step_state *at) {
     const fd_mixer *m = j->mixer;
     const float *x = projected_row(j, row);
     int values = m->value_dim, group = head / (m->heads / m->groups);
@@ -173,26 +203,38 @@ static void step_mamba(const fd_mixing *j, int row, int head, const float *from,
     step = step < m->min_step ? m->min_step : step > m->max_step ? m->max_step : step;
     head_step s = {.key = keys + (long)group * m->key_dim, .query = keys + (long)(m->groups + group) * m->key_dim,
                    .decay = expf(m->rate[head] * step), .share = step, .keys = m->key_dim, .stride = values};
-    step_head(&s, from, to, value, out);
+    step_head(&s, at, value, out);
     vf skip = broadcast(m->skip[head]);
     for (int i = 0; i < values; i += LANES)
         store_part(out + i, multiply_add(skip, load_part(value + i, values - i), load_part(out + i, values - i)),
                    values - i);
 }
 
+INLINE float *find_state(const fd_mixing *j, int state, int head) {
+    return j->states + ((long)state * j->mixer->heads + head) * j->mixer->key_dim * j->mixer->value_dim;
+}
+
+/* All runs of a head. Without a slot the states of a run are in the pool, all of them in that of its end. */
 static void mix_head(const fd_mixing *j, int head) {
     const fd_mixer *m = j->mixer;
     const fd_runs *runs = j->runs;
     long size = (long)m->key_dim * m->value_dim;
+    float *slots = fd_thread_memory(SLOT_BYTES);
+    int num_slots = slots ? (int)(SLOT_BYTES / (size * 4)) : 0;
+    int can_stream = m->value_dim % LANES == 0 && (uintptr_t)j->states % (LANES * 4) == 0;
     for (int r = 0; r < runs->num_runs; r++) {
-        const float *from = j->states + ((long)runs->start_state[r] * m->heads + head) * size;
-        float *to = j->states + ((long)runs->end_state[r] * m->heads + head) * size;
-        int end = runs->first_row[r] + runs->length[r];
-        for (int row = runs->first_row[r]; row < end; row++, from = to) {
-            if (m->kind == FD_DELTA) step_delta(j, row, head, from, to);
-            else step_mamba(j, row, head, from, to);
+        int slot = runs->slot[r], from = runs->start_slot[r], end = runs->first_row[r] + runs->length[r];
+        int has_slot = slot >= 0 && slot < num_slots;
+        step_state at = {.pool = find_state(j, runs->end_state[r], head), .can_stream = can_stream};
+        at.slot = has_slot ? slots + slot * size : at.pool;
+        at.from = from >= 0 && from < num_slots ? slots + from * size : find_state(j, runs->start_state[r], head);
+        for (int row = runs->first_row[r]; row < end; row++, at.from = at.slot) {
+            at.target = row + 1 < end ? TO_SLOT : has_slot ? TO_BOTH : TO_POOL;
+            if (m->kind == FD_DELTA) step_delta(j, row, head, &at);
+            else step_mamba(j, row, head, &at);
         }
     }
+    finish_streams();
 }
 
 /* Gate, then norm, of all heads that are normed together. */
