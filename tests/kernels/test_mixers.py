@@ -45,6 +45,10 @@ class Shape:
         return self.conv_channels or self.heads * self.value_dim
 
     @property
+    def norm_width(self) -> int:
+        return self.value_dim if self.kind == DELTA else self.inner // self.norm_parts
+
+    @property
     def channels(self) -> int:
         return self.conv_channels or self.inner + 2 * self.groups * self.key_dim
 
@@ -110,7 +114,7 @@ def make_kernel(name: str) -> MixerKernel:
     }[s.kind]
     record = MixerRecord(
         kind=s.kind, channels=s.channels, taps=s.taps, heads=s.heads, groups=s.groups, key_dim=s.key_dim,
-        value_dim=s.value_dim, norm_width=s.inner // s.norm_parts, width=s.width, inner=s.inner, eps=w.eps,
+        value_dim=s.value_dim, norm_width=s.norm_width, width=s.width, inner=s.inner, eps=w.eps,
         min_step=w.min_step, max_step=w.max_step, conv_weight=w.conv.data_ptr(),
         conv_bias=None if w.bias is None else w.bias.data_ptr(), rate=w.rate.data_ptr(),
         step_bias=w.step_bias.data_ptr(), skip=w.skip.data_ptr(), norm=w.norm.data_ptr(), **places,

@@ -56,13 +56,13 @@ def _choose_slots(
     num_slots = 0
     for length, start, end in zip(lengths, start_states, end_states, strict=True):
         start_slots.append(places.get(start, -1))
+        readers[start] -= 1
+        if start in places and not readers[start]:
+            free.append(places.pop(start))  # this run may write its own state over that
         slot = -1
         if length > 1 or readers[end]:
             slot = free.pop() if free else num_slots
             num_slots = max(num_slots, slot + 1)
-        readers[start] -= 1
-        if start in places and not readers[start]:
-            free.append(places.pop(start))
         if slot >= 0 and readers[end]:
             places[end] = slot
         elif slot >= 0:

@@ -48,7 +48,7 @@ typedef struct {
     int32_t kind, channels, taps; /* channels and inputs of the convolution */
     int32_t heads, groups;        /* heads; groups of heads that share queries and keys */
     int32_t key_dim, value_dim;   /* the state of a head is [key_dim, value_dim] */
-    int32_t norm_width;           /* MAMBA2: outputs that are normed together */
+    int32_t norm_width;           /* outputs that are normed together; DELTA value_dim */
     int32_t width, inner;         /* numbers of a projected row, and of a row of the output projection */
     /* Places in a projected row. Channels of the convolution: DELTA queries, keys, values; MAMBA2 values, keys, queries.
      * SHORT_CONV: the row is its input gate, output gate and input. */

@@ -1,8 +1,8 @@
 /* Recurrent parts of layers, over runs of rows: gated delta nets, Mamba-2 and gated short convolutions.
  *
  * A run reads the state after its parent and writes that after its last row; a parent's run stands before it. A work item
- * has some channels, or a head, of all runs, so no run waits for another member. The results of a row depend on the state
- * before it and on its own inputs alone: chunks, chains and trees have the same bits.
+ * has some channels, or some columns of the states of a head, of all runs, so no run waits for another member. The results
+ * of a row depend on the state before it and on its own inputs alone: chunks, chains and trees have the same bits.
  *
  * The states of all draft nodes leave the caches, and most are never read: writing them limits the speed. They are
  * streamed to the pool, which reads nothing first; runs that follow in this pass read a copy in the member's memory.
@@ -19,7 +19,9 @@
 #include "team.h"
 
 enum { MAX_TAPS = 8, CHANNEL_ITEM = 64 /* channels of a work item */ };
-enum { SLOT_BYTES = 1 << 20 /* most memory for states that a member keeps, a part of its cache */ };
+enum { BLOCK_BYTES = 32 << 10 /* most bytes of columns of a state of a work item, a part of the first cache */ };
+enum { SLOT_BYTES = 1 << 20 /* most memory for states that a member keeps, a part of its second cache */ };
+enum { MAX_VECTORS = 8 };
 enum { TO_SLOT, TO_POOL, TO_BOTH };
 #define LENGTH_EPS 1e-6f /* of the lengths of queries and keys, as in transformers */
 
@@ -86,79 +88,7 @@ static void convolve_channels(const fd_mixing *j, int c, int n) {
     }
 }
 
-/* A step of one head, or the factors that all of its columns have in common. */
-typedef struct {
-    const float *key, *query; /* [key_dim] */
-    float decay;
-    float share; /* of the new value, or of its difference from what the state returns for the key */
-    int keys, stride, is_delta;
-} head_step;
-
-/* A state before a step, and where that after it goes. `from` and `slot` may be equal. */
-typedef struct {
-    const float *from;
-    float *slot, *pool;
-    int target; /* TO_SLOT, TO_POOL or TO_BOTH */
-    int can_stream;
-} step_state;
-
-/* Advances `vectors` vectors of columns from c of a state, of which the last has n numbers: the state times its decay,
- * plus the outer product of the key and the value's share; returns the products with the query in `out`. */
-INLINE void step_columns(const head_step *s, const step_state *at, int target, int can_stream, const float *value,
-                         float *out, int c, int vectors, int n) {
-    const float *from = at->from + c;
-    float *slot = at->slot + c, *pool = at->pool + c;
-    value += c;
-    out += c;
-    vf added[8], sum[8];
-    _Pragma("GCC unroll 8") for (int v = 0; v < vectors; v++) sum[v] = (vf){0};
-    if (s->is_delta) {
-        for (int k = 0; k < s->keys; k++) {
-            vf key = broadcast(s->key[k]);
-            const float *row = from + (long)k * s->stride;
-            _Pragma("GCC unroll 8") for (int v = 0; v < vectors; v++)
-                sum[v] = multiply_add(load_part(row + v * LANES, n), key, sum[v]);
-        }
-    }
-    _Pragma("GCC unroll 8") for (int v = 0; v < vectors; v++) {
-        added[v] = (load_part(value + v * LANES, n) - sum[v] * s->decay) * s->share;
-        sum[v] = (vf){0};
-    }
-    vf decay = broadcast(s->decay);
-    for (int k = 0; k < s->keys; k++) {
-        vf key = broadcast(s->key[k]), query = broadcast(s->query[k]);
-        _Pragma("GCC unroll 8") for (int v = 0; v < vectors; v++) {
-            long i = (long)k * s->stride + v * LANES;
-            vf x = multiply_add(key, added[v], load_part(from + i, n) * decay);
-            if (target != TO_POOL) store_part(slot + i, x, n);
-            if (target != TO_SLOT) {
-                if (can_stream) stream(pool + i, x);
-                else store_part(pool + i, x, n);
-            }
-            sum[v] = multiply_add(x, query, sum[v]);
-        }
-    }
-    _Pragma("GCC unroll 8") for (int v = 0; v < vectors; v++) store_part(out + v * LANES, sum[v], n);
-}
-
-INLINE void step_all_columns(const head_step *s, const step_state *at, int target, int can_stream, const float *value,
-                             float *out) {
-    int c = 0;
-    for (; c + 8 * LANES <= s->stride; c += 8 * LANES) step_columns(s, at, target, can_stream, value, out, c, 8, LANES);
-    for (; c + 4 * LANES <= s->stride; c += 4 * LANES) step_columns(s, at, target, can_stream, value, out, c, 4, LANES);
-    for (; c + LANES <= s->stride; c += LANES) step_columns(s, at, target, can_stream, value, out, c, 1, LANES);
-    if (c < s->stride) step_columns(s, at, target, can_stream, value, out, c, 1, s->stride - c);
-}
-
-/* The arguments are constants to the compiler, so that no loop has a branch. */
-static void step_head(const head_step *s, const step_state *at, const float *value, float *out) {
-    if (at->target == TO_SLOT) step_all_columns(s, at, TO_SLOT, 0, value, out);
-    else if (!at->can_stream) step_all_columns(s, at, at->target, 0, value, out);
-    else if (at->target == TO_POOL) step_all_columns(s, at, TO_POOL, 1, value, out);
-    else step_all_columns(s, at, TO_BOTH, 1, value, out);
-}
-
-/* y = scale * x / |x| */
+/* y = scale * x / |x|; y and x may be equal. */
 static void scale_to_length(const float *x, float scale, int n, float *y) {
     vf squares = {0};
     for (int i = 0; i < n; i += LANES) {
@@ -169,6 +99,187 @@ static void scale_to_length(const float *x, float scale, int n, float *y) {
     for (int i = 0; i < n; i += LANES) store_part(y + i, load_part(x + i, n - i) * scale, n - i);
 }
 
+INLINE float clamp_step(const fd_mixer *m, float step) {
+    return step < m->min_step ? m->min_step : step > m->max_step ? m->max_step : step;
+}
+
+/* Replaces the queries and keys of a group by those of length 1, and the numbers of its heads by what their steps need:
+ * the state's decay and the value's share, or the length of the step. */
+static void prepare_group(const fd_mixing *j, int row, int group) {
+    const fd_mixer *m = j->mixer;
+    float *x = projected_row(j, row), *query = x + m->conv_at + (long)group * m->key_dim;
+    int per_group = m->heads / m->groups, end = (group + 1) * per_group;
+    if (m->kind == FD_DELTA) {
+        float *key = query + (long)m->groups * m->key_dim;
+        scale_to_length(query, 1.0f / __builtin_sqrtf((float)m->key_dim), m->key_dim, query);
+        scale_to_length(key, 1.0f, m->key_dim, key);
+    }
+    for (int head = group * per_group; head < end; head++) {
+        float step = softplus(x[m->step_at + head] + m->step_bias[head]);
+        if (m->kind == FD_MAMBA2) {
+            x[m->step_at + head] = clamp_step(m, step);
+            continue;
+        }
+        x[m->step_at + head] = expf(m->rate[head] * step);
+        x[m->share_at + head] = 1.0f / (1.0f + expf(-x[m->share_at + head]));
+    }
+}
+
+/* A step of some columns of a head's state. */
+typedef struct {
+    const float *key, *query; /* [keys] */
+    const float *value;
+    float *out;
+    float decay;
+    float share; /* of the value, or of its difference from what the state returns for the key */
+    float skip;  /* of the value in the output */
+    int keys, is_delta;
+    const float *from; /* state before the step */
+    float *slot, *pool; /* where the state after it goes; `from` and `slot` may be equal */
+    int from_stride, slot_stride, pool_stride;
+    int target; /* TO_SLOT, TO_POOL or TO_BOTH */
+    int can_stream;
+} column_step;
+
+/* Products of `vectors` columns from c with the key. Keys with even and odd index have sums of their own, because one
+ * chain would wait for every addition. */
+INLINE void recall(const column_step *s, int c, int vectors, int n, vf *sum) {
+    vf odd[MAX_VECTORS];
+    _Pragma("GCC unroll 8") for (int v = 0; v < vectors; v++) sum[v] = odd[v] = (vf){0};
+    int k = 0;
+    for (; k + 2 <= s->keys; k += 2) {
+        const float *a = s->from + (long)k * s->from_stride + c, *b = a + s->from_stride;
+        vf first = broadcast(s->key[k]), second = broadcast(s->key[k + 1]);
+        _Pragma("GCC unroll 8") for (int v = 0; v < vectors; v++) {
+            sum[v] = multiply_add(load_part(a + v * LANES, n), first, sum[v]);
+            odd[v] = multiply_add(load_part(b + v * LANES, n), second, odd[v]);
+        }
+    }
+    if (k < s->keys) {
+        const float *a = s->from + (long)k * s->from_stride + c;
+        _Pragma("GCC unroll 8") for (int v = 0; v < vectors; v++)
+            sum[v] = multiply_add(load_part(a + v * LANES, n), broadcast(s->key[k]), sum[v]);
+    }
+    _Pragma("GCC unroll 8") for (int v = 0; v < vectors; v++) sum[v] += odd[v];
+}
+
+/* Row k of `vectors` columns after the step, stored; adds its product with the query. */
+INLINE void advance_row(const column_step *s, int target, int can_stream, int k, int c, int vectors, int n,
+                        const vf *added, vf *sum) {
+    vf key = broadcast(s->key[k]), query = broadcast(s->query[k]), decay = broadcast(s->decay);
+    const float *from = s->from + (long)k * s->from_stride + c;
+    float *slot = s->slot + (long)k * s->slot_stride + c, *pool = s->pool + (long)k * s->pool_stride + c;
+    _Pragma("GCC unroll 8") for (int v = 0; v < vectors; v++) {
+        vf x = multiply_add(key, added[v], load_part(from + v * LANES, n) * decay);
+        if (target != TO_POOL) store_part(slot + v * LANES, x, n);
+        if (target != TO_SLOT) {
+            if (can_stream) stream(pool + v * LANES, x);
+            else store_part(pool + v * LANES, x, n);
+        }
+        sum[v] = multiply_add(x, query, sum[v]);
+    }
+}
+
+/* Advances `vectors` vectors of columns from c, of which the last has n numbers: the state times its decay, plus the outer
+ * product of the key and the value's share. The output is its product with the query. */
+INLINE void step_columns(const column_step *s, int target, int can_stream, int c, int vectors, int n) {
+    vf added[MAX_VECTORS], sum[MAX_VECTORS], odd[MAX_VECTORS];
+    _Pragma("GCC unroll 8") for (int v = 0; v < vectors; v++) sum[v] = (vf){0};
+    if (s->is_delta) recall(s, c, vectors, n, sum);
+    _Pragma("GCC unroll 8") for (int v = 0; v < vectors; v++) {
+        added[v] = (load_part(s->value + c + v * LANES, n) - sum[v] * s->decay) * s->share;
+        sum[v] = odd[v] = (vf){0};
+    }
+    int k = 0;
+    for (; k + 2 <= s->keys; k += 2) {
+        advance_row(s, target, can_stream, k, c, vectors, n, added, sum);
+        advance_row(s, target, can_stream, k + 1, c, vectors, n, added, odd);
+    }
+    if (k < s->keys) advance_row(s, target, can_stream, k, c, vectors, n, added, sum);
+    vf skip = broadcast(s->skip);
+    _Pragma("GCC unroll 8") for (int v = 0; v < vectors; v++)
+        store_part(s->out + c + v * LANES, multiply_add(skip, load_part(s->value + c + v * LANES, n), sum[v] + odd[v]),
+                   n);
+}
+
+INLINE void step_all_columns(const column_step *s, int target, int can_stream, int columns) {
+    int c = 0;
+    for (; c + 4 * LANES <= columns; c += 4 * LANES) step_columns(s, target, can_stream, c, 4, LANES);
+    for (; c + LANES <= columns; c += LANES) step_columns(s, target, can_stream, c, 1, LANES);
+    if (c < columns) step_columns(s, target, can_stream, c, 1, columns - c);
+}
+
+/* The arguments are constants to the compiler, so that no loop has a branch. */
+static void advance_columns(const column_step *s, int columns) {
+    if (s->target == TO_SLOT) step_all_columns(s, TO_SLOT, 0, columns);
+    else if (!s->can_stream) step_all_columns(s, s->target, 0, columns);
+    else if (s->target == TO_POOL) step_all_columns(s, TO_POOL, 1, columns);
+    else step_all_columns(s, TO_BOTH, 1, columns);
+}
+
+/* Fills in the inputs of a step of the columns from `column` of a head. */
+static void read_inputs(const fd_mixing *j, int row, int head, int column, column_step *s) {
+    const fd_mixer *m = j->mixer;
+    const float *x = projected_row(j, row), *first = x + m->conv_at;
+    long group = head / (m->heads / m->groups), keys = m->key_dim, at = (long)head * m->value_dim + column;
+    s->out = mixed_row(j, row) + at;
+    if (m->kind == FD_DELTA) {
+        s->query = first + group * keys;
+        s->key = first + (m->groups + group) * keys;
+        s->value = first + 2 * m->groups * keys + at;
+        s->decay = x[m->step_at + head];
+        s->share = x[m->share_at + head];
+    } else {
+        const float *all_keys = first + (long)m->heads * m->value_dim;
+        s->value = first + at;
+        s->key = all_keys + group * keys;
+        s->query = all_keys + (m->groups + group) * keys;
+        s->share = x[m->step_at + head];
+        s->decay = expf(m->rate[head] * s->share);
+        s->skip = m->skip[head];
+    }
+}
+
+/* Columns of a head's state that a work item takes. */
+INLINE int block_columns(const fd_mixer *m) {
+    int columns = BLOCK_BYTES / (m->key_dim * 4) / LANES * LANES;
+    return columns < LANES ? LANES : columns < m->value_dim ? columns : m->value_dim;
+}
+
+INLINE float *find_state(const fd_mixing *j, int state, int head) {
+    return j->states + ((long)state * j->mixer->heads + head) * j->mixer->key_dim * j->mixer->value_dim;
+}
+
+/* All runs of the columns from `column` of a head. Without a slot the states of a run are in the pool, all of them in that
+ * of its end. */
+static void mix_columns(const fd_mixing *j, int head, int column) {
+    const fd_mixer *m = j->mixer;
+    const fd_runs *runs = j->runs;
+    int width = block_columns(m), columns = m->value_dim - column < width ? m->value_dim - column : width;
+    long size = (long)m->key_dim * width;
+    float *slots = fd_thread_memory(SLOT_BYTES);
+    int num_slots = slots ? (int)(SLOT_BYTES / (size * 4)) : 0;
+    column_step s = {.keys = m->key_dim, .is_delta = m->kind == FD_DELTA, .pool_stride = m->value_dim,
+                     .can_stream = m->value_dim % LANES == 0 && (uintptr_t)j->states % (LANES * 4) == 0};
+    for (int r = 0; r < runs->num_runs; r++) {
+        int slot = runs->slot[r], from = runs->start_slot[r], end = runs->first_row[r] + runs->length[r];
+        int has_slot = slot >= 0 && slot < num_slots, is_kept = from >= 0 && from < num_slots;
+        s.pool = find_state(j, runs->end_state[r], head) + column;
+        s.slot = has_slot ? slots + slot * size : s.pool;
+        s.slot_stride = has_slot ? width : m->value_dim;
+        s.from = is_kept ? slots + from * size : find_state(j, runs->start_state[r], head) + column;
+        s.from_stride = is_kept ? width : m->value_dim;
+        for (int row = runs->first_row[r]; row < end; row++) {
+            s.target = row + 1 < end ? TO_SLOT : has_slot ? TO_BOTH : TO_POOL;
+            read_inputs(j, row, head, column, &s);
+            advance_columns(&s, columns);
+            s.from = s.slot;
+            s.from_stride = s.slot_stride;
+        }
+    }
+    finish_streams();
+}
+
 /* y *= silu(gate) */
 static void multiply_by_gate(const float *gate, int n, float *y) {
     for (int i = 0; i < n; i += LANES) {
@@ -177,73 +288,15 @@ static void multiply_by_gate(const float *gate, int n, float *y) {
     }
 }
 
-static void step_delta(const fd_mixing *j, int row, int head, const step_state *at) {
-    const fd_mixer *m = j->mixer;
-    const float *x = projected_row(j, row);
-    int keys = m->key_dim, values = m->value_dim, group = head / (m->heads / m->groups);
-    float key[keys], query[keys], *out = mixed_row(j, row) + (long)head * values;
-    const float *queries = x + m->conv_at, *all_keys = queries + (long)m->groups * keys;
-    scale_to_length(queries + (long)group * keys, 1.0f / __builtin_sqrtf((float)keys), keys, query);
-    scale_to_length(all_keys + (long)group * keys, 1.0f, keys, key);
-    float step = softplus(x[m->step_at + head] + m->step_bias[head]);
-    head_step s = {.key = key, .query = query, .decay = expf(m->rate[head] * step), .keys = keys, .stride = values,
-                   .share = 1.0f / (1.0f + expf(-x[m->share_at + head])), .is_delta = 1};
-    step_head(&s, at, all_keys + (long)m->groups * keys + (long)head * values, out);
-    rms_norm(out, m->norm, m->eps, values, out);
-    multiply_by_gate(x + m->gate_at + (long)head * values, values, out);
-}
-
-static void step_mamba(const fd_mixing *j, int row, int head, const step_state *at) {
-    const fd_mixer *m = j->mixer;
-    const float *x = projected_row(j, row);
-    int values = m->value_dim, group = head / (m->heads / m->groups);
-    const float *value = x + m->conv_at + (long)head * values;
-    const float *keys = x + m->conv_at + (long)m->heads * values;
-    float step = softplus(x[m->step_at + head] + m->step_bias[head]), *out = mixed_row(j, row) + (long)head * values;
-    step = step < m->min_step ? m->min_step : step > m->max_step ? m->max_step : step;
-    head_step s = {.key = keys + (long)group * m->key_dim, .query = keys + (long)(m->groups + group) * m->key_dim,
-                   .decay = expf(m->rate[head] * step), .share = step, .keys = m->key_dim, .stride = values};
-    step_head(&s, at, value, out);
-    vf skip = broadcast(m->skip[head]);
-    for (int i = 0; i < values; i += LANES)
-        store_part(out + i, multiply_add(skip, load_part(value + i, values - i), load_part(out + i, values - i)),
-                   values - i);
-}
-
-INLINE float *find_state(const fd_mixing *j, int state, int head) {
-    return j->states + ((long)state * j->mixer->heads + head) * j->mixer->key_dim * j->mixer->value_dim;
-}
-
-/* All runs of a head. Without a slot the states of a run are in the pool, all of them in that of its end. */
-static void mix_head(const fd_mixing *j, int head) {
-    const fd_mixer *m = j->mixer;
-    const fd_runs *runs = j->runs;
-    long size = (long)m->key_dim * m->value_dim;
-    float *slots = fd_thread_memory(SLOT_BYTES);
-    int num_slots = slots ? (int)(SLOT_BYTES / (size * 4)) : 0;
-    int can_stream = m->value_dim % LANES == 0 && (uintptr_t)j->states % (LANES * 4) == 0;
-    for (int r = 0; r < runs->num_runs; r++) {
-        int slot = runs->slot[r], from = runs->start_slot[r], end = runs->first_row[r] + runs->length[r];
-        int has_slot = slot >= 0 && slot < num_slots;
-        step_state at = {.pool = find_state(j, runs->end_state[r], head), .can_stream = can_stream};
-        at.slot = has_slot ? slots + slot * size : at.pool;
-        at.from = from >= 0 && from < num_slots ? slots + from * size : find_state(j, runs->start_state[r], head);
-        for (int row = runs->first_row[r]; row < end; row++, at.from = at.slot) {
-            at.target = row + 1 < end ? TO_SLOT : has_slot ? TO_BOTH : TO_POOL;
-            if (m->kind == FD_DELTA) step_delta(j, row, head, &at);
-            else step_mamba(j, row, head, &at);
-        }
-    }
-    finish_streams();
-}
-
-/* Gate, then norm, of all heads that are normed together. */
-static void gate_and_norm(const fd_mixing *j, int row, int part) {
+/* Norm and gate of the outputs that are normed together: of a head in this order, of MAMBA2 in the other one. */
+static void norm_and_gate(const fd_mixing *j, int row, int part) {
     const fd_mixer *m = j->mixer;
     long at = (long)part * m->norm_width;
     float *y = mixed_row(j, row) + at;
-    multiply_by_gate(projected_row(j, row) + m->gate_at + at, m->norm_width, y);
-    if (m->norm) rms_norm(y, m->norm + at, m->eps, m->norm_width, y);
+    const float *gate = projected_row(j, row) + m->gate_at + at;
+    if (m->kind == FD_DELTA) rms_norm(y, m->norm, m->eps, m->norm_width, y);
+    multiply_by_gate(gate, m->norm_width, y);
+    if (m->kind == FD_MAMBA2 && m->norm) rms_norm(y, m->norm + at, m->eps, m->norm_width, y);
 }
 
 /* From the projected rows to the rows of the output projection. Every member calls it. */
@@ -255,11 +308,13 @@ static void run_mixer(fd_team *team, const fd_mixing *j) {
     }
     fd_barrier(team);
     if (m->kind == FD_SHORT_CONV) return;
-    FOR_EACH_ITEM(head, m->heads) mix_head(j, head);
+    FOR_EACH_ITEM(i, j->num_rows * m->groups) prepare_group(j, i / m->groups, i % m->groups);
     fd_barrier(team);
-    if (m->kind == FD_DELTA) return;
+    int width = block_columns(m), blocks = (m->value_dim + width - 1) / width;
+    FOR_EACH_ITEM(i, m->heads * blocks) mix_columns(j, i / blocks, i % blocks * width);
+    fd_barrier(team);
     int parts = m->inner / m->norm_width;
-    FOR_EACH_ITEM(i, j->num_rows * parts) gate_and_norm(j, i / parts, i % parts);
+    FOR_EACH_ITEM(i, j->num_rows * parts) norm_and_gate(j, i / parts, i % parts);
     fd_barrier(team);
 }
 

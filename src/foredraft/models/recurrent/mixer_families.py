@@ -79,6 +79,7 @@ def _build_delta(module: Any, hold: HoldTensor) -> MixerRecord:
         groups=module.num_k_heads,
         key_dim=module.head_k_dim,
         value_dim=module.head_v_dim,
+        norm_width=module.head_v_dim,
         width=gate_at + inner + 2 * module.num_v_heads,
         inner=inner,
         gate_at=gate_at,
