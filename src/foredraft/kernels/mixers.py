@@ -85,7 +85,7 @@ class MixerKernel:
 
     @property
     def state_size(self) -> tuple[int, int, int] | None:
-        """Size of a state of the recurrence, [heads, key_dim, value_dim]; None = there is none."""
+        """Size of a state of the recurrence, in the order of the native code; None = there is none."""
         if self.record.kind == SHORT_CONV:
             return None
         return self.record.heads, self.record.key_dim, self.record.value_dim

@@ -47,7 +47,7 @@ enum { FD_DELTA, FD_MAMBA2, FD_SHORT_CONV };
 typedef struct {
     int32_t kind, channels, taps; /* channels and inputs of the convolution */
     int32_t heads, groups;        /* heads; groups of heads that share queries and keys */
-    int32_t key_dim, value_dim;   /* the state of a head is [key_dim, value_dim] */
+    int32_t key_dim, value_dim;   /* a head's state has a column of key_dim numbers for each number of a value */
     int32_t norm_width;           /* outputs that are normed together; DELTA value_dim */
     int32_t width, inner;         /* numbers of a projected row, and of a row of the output projection */
     /* Places in a projected row. Channels of the convolution: DELTA queries, keys, values; MAMBA2 values, keys, queries.
@@ -76,7 +76,7 @@ typedef struct {
     const fd_runs *runs;
     float *projected;   /* [num_rows, width]; the convolution replaces its inputs by its outputs */
     float *conv_states; /* [states, taps - 1, channels] last inputs of the convolution, the oldest first */
-    float *states;      /* [states, heads, key_dim, value_dim] */
+    float *states;      /* [states, heads], of each [value_dim, key_dim] numbers in an order of its own */
     float *out;         /* [num_rows, inner] */
     int32_t num_rows;
 } fd_mixing;

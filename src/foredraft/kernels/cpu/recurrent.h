@@ -1,8 +1,9 @@
 /* Recurrent parts of layers, over runs of rows: gated delta nets, Mamba-2 and gated short convolutions.
  *
- * A run reads the state after its parent and writes that after its last row; a parent's run stands before it. A work item
- * has some channels, or some columns of the states of a head, of all runs, so no run waits for another member. The results
- * of a row depend on the state before it and on its own inputs alone: chunks, chains and trees have the same bits.
+ * A run reads the state after its parent and writes that after its last row; a parent's run stands before it. A work
+ * item has some channels, or some columns of the states of a head, of all runs, so no run waits for another member. The
+ * results of a row depend on the state before it and on its own inputs alone: chunks, chains and trees have the same
+ * bits.
  *
  * The states of all draft nodes leave the caches, and most are never read: writing them limits the speed. They are
  * streamed to the pool, which reads nothing first; runs that follow in this pass read a copy in the member's memory.
@@ -21,7 +22,7 @@
 enum { MAX_TAPS = 8, CHANNEL_ITEM = 64 /* channels of a work item */ };
 enum { BLOCK_BYTES = 32 << 10 /* most bytes of columns of a state of a work item, a part of the first cache */ };
 enum { SLOT_BYTES = 1 << 20 /* most memory for states that a member keeps, a part of its second cache */ };
-enum { MAX_VECTORS = 8 };
+enum { MAX_VECTORS = 4, COLUMN_STEP = 16 /* columns of a block are a multiple of it, in every instruction set */ };
 enum { TO_SLOT, TO_POOL, TO_BOTH };
 #define LENGTH_EPS 1e-6f /* of the lengths of queries and keys, as in transformers */
 
@@ -48,44 +49,49 @@ INLINE float *projected_row(const fd_mixing *j, int row) { return j->projected +
 INLINE float *mixed_row(const fd_mixing *j, int row) { return j->out + (long)row * j->mixer->inner; }
 
 /* Convolution of up to LANES channels of one row: the sum over the inputs before it, the oldest first, then its own. */
-INLINE vf convolve(const fd_mixer *m, const vf *weight, vf bias, vf *past, vf x) {
+INLINE vf convolve(const vf *weight, vf bias, vf *past, vf x, int taps) {
     vf sum = bias;
-    for (int i = 0; i < m->taps - 1; i++) sum = multiply_add(weight[i], past[i], sum);
-    sum = multiply_add(weight[m->taps - 1], x, sum);
-    for (int i = 0; i + 1 < m->taps - 1; i++) past[i] = past[i + 1];
-    if (m->taps > 1) past[m->taps - 2] = x;
+    _Pragma("GCC unroll 8") for (int i = 0; i < taps - 1; i++) sum = multiply_add(weight[i], past[i], sum);
+    sum = multiply_add(weight[taps - 1], x, sum);
+    _Pragma("GCC unroll 8") for (int i = 0; i < taps - 2; i++) past[i] = past[i + 1];
+    past[taps - 2] = x;
     return sum;
 }
 
-/* Convolution of the channels [c, c + n), n <= LANES, of a row, in place or, of a short convolution, to the output. */
-INLINE void convolve_row(const fd_mixing *j, const vf *weight, vf bias, vf *past, int row, int c, int n) {
-    const fd_mixer *m = j->mixer;
-    float *x = projected_row(j, row) + m->conv_at + c;
-    if (m->kind != FD_SHORT_CONV) {
-        vf y = convolve(m, weight, bias, past, load_part(x, n));
-        store_part(x, y * vsigmoid(y), n);
-        return;
-    }
-    vf in = load_part(x, n) * load_part(x + 2l * m->channels, n); /* the row is [B, C, x] */
-    vf y = load_part(x + m->channels, n) * convolve(m, weight, bias, past, in);
-    store_part(mixed_row(j, row) + c, y, n);
-}
-
-static void convolve_channels(const fd_mixing *j, int c, int n) {
+/* Convolution of the channels [c, c + n), n <= LANES, of all runs: in place or, of a short one, to the output. */
+INLINE void convolve_vector(const fd_mixing *j, int c, int n, int taps, int is_short) {
     const fd_mixer *m = j->mixer;
     const fd_runs *runs = j->runs;
-    int num_past = m->taps - 1;
+    long channels = m->channels, size = channels * (taps - 1), width = m->width;
     vf weight[MAX_TAPS], past[MAX_TAPS], bias = {0};
-    for (int i = 0; i < m->taps; i++) weight[i] = load_part(m->conv_weight + (long)i * m->channels + c, n);
+    _Pragma("GCC unroll 8") for (int i = 0; i < taps; i++) weight[i] = load_part(m->conv_weight + i * channels + c, n);
     if (m->conv_bias) bias = load_part(m->conv_bias + c, n);
     for (int r = 0; r < runs->num_runs; r++) {
-        const float *from = j->conv_states + (long)runs->start_state[r] * num_past * m->channels + c;
-        float *to = j->conv_states + (long)runs->end_state[r] * num_past * m->channels + c;
-        for (int i = 0; i < num_past; i++) past[i] = load_part(from + (long)i * m->channels, n);
-        int end = runs->first_row[r] + runs->length[r];
-        for (int row = runs->first_row[r]; row < end; row++) convolve_row(j, weight, bias, past, row, c, n);
-        for (int i = 0; i < num_past; i++) store_part(to + (long)i * m->channels, past[i], n);
+        const float *from = j->conv_states + runs->start_state[r] * size + c;
+        float *to = j->conv_states + runs->end_state[r] * size + c;
+        _Pragma("GCC unroll 8") for (int i = 0; i < taps - 1; i++) past[i] = load_part(from + i * channels, n);
+        int row = runs->first_row[r], end = row + runs->length[r];
+        float *x = projected_row(j, row) + m->conv_at + c, *out = mixed_row(j, row) + c;
+        for (; row < end; row++, x += width, out += channels) {
+            if (is_short) { /* the row is [B, C, x] */
+                vf y = convolve(weight, bias, past, load_part(x, n) * load_part(x + 2 * channels, n), taps);
+                store_part(out, load_part(x + channels, n) * y, n);
+            } else {
+                vf y = convolve(weight, bias, past, load_part(x, n), taps);
+                store_part(x, y * vsigmoid(y), n);
+            }
+        }
+        _Pragma("GCC unroll 8") for (int i = 0; i < taps - 1; i++) store_part(to + i * channels, past[i], n);
     }
+}
+
+/* The usual numbers of taps are constants to the compiler. */
+static void convolve_channels(const fd_mixing *j, int c, int n) {
+    int taps = j->mixer->taps, is_short = j->mixer->kind == FD_SHORT_CONV;
+    if (is_short && taps == 3 && n == LANES) convolve_vector(j, c, LANES, 3, 1);
+    else if (is_short) convolve_vector(j, c, n, taps, 1);
+    else if (taps == 4 && n == LANES) convolve_vector(j, c, LANES, 4, 0);
+    else convolve_vector(j, c, n, taps, 0);
 }
 
 /* y = scale * x / |x|; y and x may be equal. */
@@ -125,7 +131,7 @@ static void prepare_group(const fd_mixing *j, int row, int group) {
     }
 }
 
-/* A step of some columns of a head's state. */
+/* A step of some columns of a head's state. Functions take it by value: stores of numbers might change the original. */
 typedef struct {
     const float *key, *query; /* [keys] */
     const float *value;
@@ -136,39 +142,40 @@ typedef struct {
     int keys, is_delta;
     const float *from; /* state before the step */
     float *slot, *pool; /* where the state after it goes; `from` and `slot` may be equal */
-    int from_stride, slot_stride, pool_stride;
+    int stride;         /* columns */
     int target; /* TO_SLOT, TO_POOL or TO_BOTH */
     int can_stream;
 } column_step;
 
 /* Products of `vectors` columns from c with the key. Keys with even and odd index have sums of their own, because one
  * chain would wait for every addition. */
-INLINE void recall(const column_step *s, int c, int vectors, int n, vf *sum) {
+INLINE void recall(column_step s, int c, int vectors, int n, vf *sum) {
     vf odd[MAX_VECTORS];
     _Pragma("GCC unroll 8") for (int v = 0; v < vectors; v++) sum[v] = odd[v] = (vf){0};
     int k = 0;
-    for (; k + 2 <= s->keys; k += 2) {
-        const float *a = s->from + (long)k * s->from_stride + c, *b = a + s->from_stride;
-        vf first = broadcast(s->key[k]), second = broadcast(s->key[k + 1]);
+    for (; k + 2 <= s.keys; k += 2) {
+        const float *a = s.from + (long)k * s.stride + c, *b = a + s.stride;
+        vf first = broadcast(s.key[k]), second = broadcast(s.key[k + 1]);
         _Pragma("GCC unroll 8") for (int v = 0; v < vectors; v++) {
             sum[v] = multiply_add(load_part(a + v * LANES, n), first, sum[v]);
             odd[v] = multiply_add(load_part(b + v * LANES, n), second, odd[v]);
         }
     }
-    if (k < s->keys) {
-        const float *a = s->from + (long)k * s->from_stride + c;
+    if (k < s.keys) {
+        const float *a = s.from + (long)k * s.stride + c;
         _Pragma("GCC unroll 8") for (int v = 0; v < vectors; v++)
-            sum[v] = multiply_add(load_part(a + v * LANES, n), broadcast(s->key[k]), sum[v]);
+            sum[v] = multiply_add(load_part(a + v * LANES, n), broadcast(s.key[k]), sum[v]);
     }
     _Pragma("GCC unroll 8") for (int v = 0; v < vectors; v++) sum[v] += odd[v];
 }
 
 /* Row k of `vectors` columns after the step, stored; adds its product with the query. */
-INLINE void advance_row(const column_step *s, int target, int can_stream, int k, int c, int vectors, int n,
+INLINE void advance_row(column_step s, int target, int can_stream, int k, int c, int vectors, int n,
                         const vf *added, vf *sum) {
-    vf key = broadcast(s->key[k]), query = broadcast(s->query[k]), decay = broadcast(s->decay);
-    const float *from = s->from + (long)k * s->from_stride + c;
-    float *slot = s->slot + (long)k * s->slot_stride + c, *pool = s->pool + (long)k * s->pool_stride + c;
+    vf key = broadcast(s.key[k]), query = broadcast(s.query[k]), decay = broadcast(s.decay);
+    long at = (long)k * s.stride + c;
+    const float *from = s.from + at;
+    float *slot = s.slot + at, *pool = s.pool + at;
     _Pragma("GCC unroll 8") for (int v = 0; v < vectors; v++) {
         vf x = multiply_add(key, added[v], load_part(from + v * LANES, n) * decay);
         if (target != TO_POOL) store_part(slot + v * LANES, x, n);
@@ -180,29 +187,29 @@ INLINE void advance_row(const column_step *s, int target, int can_stream, int k,
     }
 }
 
-/* Advances `vectors` vectors of columns from c, of which the last has n numbers: the state times its decay, plus the outer
- * product of the key and the value's share. The output is its product with the query. */
-INLINE void step_columns(const column_step *s, int target, int can_stream, int c, int vectors, int n) {
+/* Advances `vectors` vectors of columns from c, of which the last has n numbers: the state times its decay, plus the
+ * outer product of the key and the value's share. The output is its product with the query. */
+INLINE void step_columns(column_step s, int target, int can_stream, int c, int vectors, int n) {
     vf added[MAX_VECTORS], sum[MAX_VECTORS], odd[MAX_VECTORS];
     _Pragma("GCC unroll 8") for (int v = 0; v < vectors; v++) sum[v] = (vf){0};
-    if (s->is_delta) recall(s, c, vectors, n, sum);
+    if (s.is_delta) recall(s, c, vectors, n, sum);
     _Pragma("GCC unroll 8") for (int v = 0; v < vectors; v++) {
-        added[v] = (load_part(s->value + c + v * LANES, n) - sum[v] * s->decay) * s->share;
+        added[v] = (load_part(s.value + c + v * LANES, n) - sum[v] * s.decay) * s.share;
         sum[v] = odd[v] = (vf){0};
     }
     int k = 0;
-    for (; k + 2 <= s->keys; k += 2) {
+    for (; k + 2 <= s.keys; k += 2) {
         advance_row(s, target, can_stream, k, c, vectors, n, added, sum);
         advance_row(s, target, can_stream, k + 1, c, vectors, n, added, odd);
     }
-    if (k < s->keys) advance_row(s, target, can_stream, k, c, vectors, n, added, sum);
-    vf skip = broadcast(s->skip);
+    if (k < s.keys) advance_row(s, target, can_stream, k, c, vectors, n, added, sum);
+    vf skip = broadcast(s.skip);
     _Pragma("GCC unroll 8") for (int v = 0; v < vectors; v++)
-        store_part(s->out + c + v * LANES, multiply_add(skip, load_part(s->value + c + v * LANES, n), sum[v] + odd[v]),
+        store_part(s.out + c + v * LANES, multiply_add(skip, load_part(s.value + c + v * LANES, n), sum[v] + odd[v]),
                    n);
 }
 
-INLINE void step_all_columns(const column_step *s, int target, int can_stream, int columns) {
+INLINE void step_all_columns(column_step s, int target, int can_stream, int columns) {
     int c = 0;
     for (; c + 4 * LANES <= columns; c += 4 * LANES) step_columns(s, target, can_stream, c, 4, LANES);
     for (; c + LANES <= columns; c += LANES) step_columns(s, target, can_stream, c, 1, LANES);
@@ -211,10 +218,10 @@ INLINE void step_all_columns(const column_step *s, int target, int can_stream, i
 
 /* The arguments are constants to the compiler, so that no loop has a branch. */
 static void advance_columns(const column_step *s, int columns) {
-    if (s->target == TO_SLOT) step_all_columns(s, TO_SLOT, 0, columns);
-    else if (!s->can_stream) step_all_columns(s, s->target, 0, columns);
-    else if (s->target == TO_POOL) step_all_columns(s, TO_POOL, 1, columns);
-    else step_all_columns(s, TO_BOTH, 1, columns);
+    if (s->target == TO_SLOT) step_all_columns(*s, TO_SLOT, 0, columns);
+    else if (!s->can_stream) step_all_columns(*s, s->target, 0, columns);
+    else if (s->target == TO_POOL) step_all_columns(*s, TO_POOL, 1, columns);
+    else step_all_columns(*s, TO_BOTH, 1, columns);
 }
 
 /* Fills in the inputs of a step of the columns from `column` of a head. */
@@ -240,41 +247,42 @@ static void read_inputs(const fd_mixing *j, int row, int head, int column, colum
     }
 }
 
-/* Columns of a head's state that a work item takes. */
+/* Columns of a head's state that a work item takes. In the pool they are adjacent: a state of a head is a sequence of
+ * such blocks, [keys, columns]. */
 INLINE int block_columns(const fd_mixer *m) {
-    int columns = BLOCK_BYTES / (m->key_dim * 4) / LANES * LANES;
-    return columns < LANES ? LANES : columns < m->value_dim ? columns : m->value_dim;
+    int columns = BLOCK_BYTES / (m->key_dim * 4) / COLUMN_STEP * COLUMN_STEP;
+    return columns < COLUMN_STEP ? COLUMN_STEP : columns < m->value_dim ? columns : m->value_dim;
 }
 
-INLINE float *find_state(const fd_mixing *j, int state, int head) {
-    return j->states + ((long)state * j->mixer->heads + head) * j->mixer->key_dim * j->mixer->value_dim;
+/* Columns from `column` of a head's state. */
+INLINE float *find_state(const fd_mixing *j, int state, int head, int column) {
+    const fd_mixer *m = j->mixer;
+    return j->states + (((long)state * m->heads + head) * m->value_dim + column) * m->key_dim;
 }
 
-/* All runs of the columns from `column` of a head. Without a slot the states of a run are in the pool, all of them in that
- * of its end. */
+/* All runs of the columns from `column` of a head. Without a slot, the states of a run are in the pool, all where it
+ * ends. */
 static void mix_columns(const fd_mixing *j, int head, int column) {
     const fd_mixer *m = j->mixer;
     const fd_runs *runs = j->runs;
     int width = block_columns(m), columns = m->value_dim - column < width ? m->value_dim - column : width;
-    long size = (long)m->key_dim * width;
+    long size = (long)m->key_dim * columns;
     float *slots = fd_thread_memory(SLOT_BYTES);
     int num_slots = slots ? (int)(SLOT_BYTES / (size * 4)) : 0;
-    column_step s = {.keys = m->key_dim, .is_delta = m->kind == FD_DELTA, .pool_stride = m->value_dim,
-                     .can_stream = m->value_dim % LANES == 0 && (uintptr_t)j->states % (LANES * 4) == 0};
+    int is_aligned = (uintptr_t)find_state(j, 0, head, column) % (LANES * 4) == 0;
+    column_step s = {.keys = m->key_dim, .is_delta = m->kind == FD_DELTA, .stride = columns,
+                     .can_stream = columns % LANES == 0 && m->value_dim % LANES == 0 && is_aligned};
     for (int r = 0; r < runs->num_runs; r++) {
         int slot = runs->slot[r], from = runs->start_slot[r], end = runs->first_row[r] + runs->length[r];
         int has_slot = slot >= 0 && slot < num_slots, is_kept = from >= 0 && from < num_slots;
-        s.pool = find_state(j, runs->end_state[r], head) + column;
+        s.pool = find_state(j, runs->end_state[r], head, column);
         s.slot = has_slot ? slots + slot * size : s.pool;
-        s.slot_stride = has_slot ? width : m->value_dim;
-        s.from = is_kept ? slots + from * size : find_state(j, runs->start_state[r], head) + column;
-        s.from_stride = is_kept ? width : m->value_dim;
+        s.from = is_kept ? slots + from * size : find_state(j, runs->start_state[r], head, column);
         for (int row = runs->first_row[r]; row < end; row++) {
             s.target = row + 1 < end ? TO_SLOT : has_slot ? TO_BOTH : TO_POOL;
             read_inputs(j, row, head, column, &s);
             advance_columns(&s, columns);
             s.from = s.slot;
-            s.from_stride = s.slot_stride;
         }
     }
     finish_streams();
