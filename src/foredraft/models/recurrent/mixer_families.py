@@ -99,7 +99,7 @@ def _order_by_kind(module: Any) -> Tensor:
     sizes = (module.head_k_dim, module.head_k_dim, heads * module.head_v_dim, heads * module.head_v_dim)
     stored = torch.arange(groups * sum(sizes)).view(groups, -1)
     small = torch.arange(stored.numel(), stored.numel() + 2 * module.num_v_heads).view(groups, -1)
-    parts = [*stored.split(sizes, 1), *small.split(heads, 1)]
+    parts = [*torch.split(stored, list(sizes), 1), *torch.split(small, heads, 1)]
     return torch.cat([part.flatten() for part in parts])
 
 
