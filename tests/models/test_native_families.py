@@ -36,6 +36,7 @@ HALF = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 32}
 HYBRID = ["linear_attention", "full_attention", "linear_attention"]
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 20, "mamba_n_groups": 2, "mamba_chunk_size": 8}
+SHARED = {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 41}
 LINEAR = {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
 CONFIGS: dict[str, Callable[[], Any]] = {
     "smollm3": lambda: hf.SmolLM3Config(**WIDE, no_rope_layers=[1, 0, 1]),
@@ -110,6 +111,18 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "qwen3_5, odd heads": lambda: hf.Qwen3_5TextConfig(
         **WIDE, head_dim=16, layer_types=HYBRID[::-1], linear_key_head_dim=11, linear_value_head_dim=37,
         linear_num_key_heads=3, linear_num_value_heads=3, linear_conv_kernel_dim=2,
+    ),
+    "qwen3_5_moe": lambda: hf.Qwen3_5MoeTextConfig(
+        **WIDE, **EAGER, **SHARED, head_dim=16, layer_types=HYBRID, linear_key_head_dim=16, linear_value_head_dim=16,
+        linear_num_key_heads=2, linear_num_value_heads=4, num_experts=4, num_experts_per_tok=4,
+    ),
+    "qwen3_next": lambda: hf.Qwen3NextConfig(
+        **WIDE, **EAGER, **SHARED, head_dim=16, layer_types=HYBRID, linear_key_head_dim=16, linear_value_head_dim=32,
+        linear_num_key_heads=2, linear_num_value_heads=6, num_experts=4, num_experts_per_tok=4, mlp_only_layers=[1],
+    ),
+    "granitemoehybrid, experts": lambda: hf.GraniteMoeHybridConfig(
+        **WIDE, **EAGER, **MAMBA, layer_types=HYBRID, num_local_experts=6, num_experts_per_tok=2,
+        shared_intermediate_size=24, residual_multiplier=0.7,
     ),
     "granitemoehybrid": lambda: hf.GraniteMoeHybridConfig(
         **WIDE, **MAMBA, layer_types=HYBRID, num_local_experts=0, shared_intermediate_size=41,

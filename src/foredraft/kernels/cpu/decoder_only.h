@@ -15,16 +15,18 @@ typedef struct {
 
 /* Largest row of an input of the layer's MLP, or of its router. */
 INLINE long mlp_input_bytes(const fd_layer *l) {
-    if (l->experts) return row_bytes(&l->experts->router);
-    return max_long(row_bytes(&l->gate_up), row_bytes(&l->down));
+    long of_mlp = max_long(row_bytes(&l->gate_up), row_bytes(&l->down));
+    return l->experts ? max_long(of_mlp, row_bytes(&l->experts->router)) : of_mlp;
 }
 
 /* Whether the output of this layer's attention is added to the residual stream in a step of its own. */
 INLINE int is_attention_apart(const fd_model *m, const fd_layer *l) { return m->is_parallel || l->attention_post_norm; }
 
+INLINE int has_shared_mlp(const fd_layer *l) { return l->experts && l->gate_up.n; }
+
 static int has_branches(const fd_model *m) {
     for (int i = 0; i < m->layers; i++)
-        if (is_attention_apart(m, m->layer + i) || m->layer[i].mlp_post_norm) return 1;
+        if (is_attention_apart(m, m->layer + i) || m->layer[i].mlp_post_norm || has_shared_mlp(m->layer + i)) return 1;
     return 0;
 }
 
@@ -188,12 +190,40 @@ INLINE mlp gated_mlp(const fd_layer *l, int activation) {
     return (mlp){.in = &l->gate_up, .out = &l->down, .is_gated = 1, .activation = activation};
 }
 
+/* Multiplies a row of the branch by the sigmoid of the normed residual stream's product with the gate. */
+static void gate_branch(const decoder *d, const float *gate, fd_norm norm, int row) {
+    int n = d->shape.hidden;
+    float normed[n], *branch = d->qkv + (long)row * n, product = 0;
+    apply_norm(norm, hidden_row(d, row), d->shape.eps, n, normed);
+    for (int i = 0; i < n; i++) product = multiply_add_scalar(normed[i], gate[i], product);
+    float factor = 1.0f / (1.0f + expf(-product));
+    for (int i = 0; i < n; i++) branch[i] *= factor;
+}
+
+/* Experts, and the shared MLP beside them: it is apart until the experts have read the residual stream. */
+static void experts_block(decoder_only *o, fd_team *team, const fd_layer *l) {
+    const fd_model *m = o->model;
+    decoder *d = &o->d;
+    fd_norm norm = norm_of(m, l->mlp_norm);
+    if (has_shared_mlp(l)) {
+        epilogue e = store_branch(d, &l->down);
+        e.scale = m->residual_scale;
+        mlp_block(d, team, gated_mlp(l, m->activation), norm, NO_NORM, e);
+        if (l->shared_gate) {
+            FOR_EACH_ITEM(r, d->rows->num_rows) gate_branch(d, l->shared_gate, norm, r);
+            fd_barrier(team);
+        }
+    }
+    expert_block(d, team, l->experts, norm, m->residual_scale);
+    if (has_shared_mlp(l)) add_branch(d, team, NO_NORM);
+}
+
 static void gated_mlp_block(decoder_only *o, fd_team *team, int layer) {
     const fd_model *m = o->model;
     const fd_layer *l = m->layer + layer;
     decoder *d = &o->d;
     if (l->experts) {
-        expert_block(d, team, l->experts, norm_of(m, l->mlp_norm), m->residual_scale);
+        experts_block(o, team, l);
         return;
     }
     epilogue e = l->mlp_post_norm ? store_branch(d, &l->down) : add_to_residual(d, &l->down, m->residual_scale);

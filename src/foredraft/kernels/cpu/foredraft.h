@@ -89,7 +89,8 @@ typedef struct {
     fd_weight qkv, out, gate_up, down;      /* gate_up: 16 rows of gate, 16 of up, and so on */
     int32_t sliding_window;                 /* most keys that a row sees; 0 = all */
     int32_t positions;                      /* rotary table of queries and keys, or none */
-    const fd_experts *experts;              /* in place of gate_up and down */
+    const fd_experts *experts;              /* in place of gate_up and down, or, with these, beside a shared MLP */
+    const float *shared_gate;               /* [hidden]; the sigmoid of its product with a row multiplies the shared MLP */
     const float *sinks;                     /* [heads] score of a key without a value, which every row sees */
     const fd_mixer *mixer;                  /* in place of attention; its qkv, out and so on are absent */
 } fd_layer;

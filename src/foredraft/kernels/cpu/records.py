@@ -103,6 +103,7 @@ class LayerRecord(ctypes.Structure):
         ("sliding_window", c_int32),
         ("positions", c_int32),
         ("experts", POINTER(ExpertsRecord)),
+        ("shared_gate", c_void_p),
         ("sinks", c_void_p),
         ("mixer", POINTER(MixerRecord)),
     )

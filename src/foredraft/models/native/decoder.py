@@ -56,7 +56,7 @@ def explain_unsupported(model: Any) -> str | None:
     attending = [block.self_attn for block in blocks if family.find_mixer(block) is None]
     if not attending or not all(attention.is_causal for attention in attending):
         return "attention to later tokens" if attending else "layers without attention alone"
-    if any(getattr(config, name) not in (None, 0) for name in family.unset_options):
+    if any(getattr(config, name) is not None for name in family.unset_options):
         return f"the options {', '.join(family.unset_options)}"
     if not all(_has_own_experts(family, block) for block in blocks):
         return "experts that were replaced"

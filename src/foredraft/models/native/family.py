@@ -61,6 +61,8 @@ class ExpertNames:
     router: str = "gate"  # attribute of the block
     num_chosen: str = "num_experts_per_tok"  # option of the text config
     normalisation: str = "norm_topk_prob"  # option: whether the chosen experts' weights sum to 1; "" = they do
+    shared: str = ""  # path of an MLP in the layer that every token reads too; "" = there is none
+    shared_gate: str = ""  # path of its gate; "" = it has none
     has_pairs: bool = False  # whether the matrices are transposed, gates and values adjacent, with biases
     is_clamped: bool = False  # whether gates and values are clamped (`swiglu_limit`), otherwise as in an MLP
 
@@ -91,7 +93,7 @@ class DecoderFamily:
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
     down: str = "down_proj"
     experts: ExpertNames | None = None  # None = every layer has an MLP
-    unset_options: tuple[str, ...] = ()  # options of the text config that must be None or 0
+    unset_options: tuple[str, ...] = ()  # options of the text config that must be None
 
     def is_own_embedding(self, module: Any, decoder: Any) -> bool:
         """Return whether the embeddings of a decoder are those of its family."""
@@ -123,8 +125,8 @@ class DecoderFamily:
         """Return the module of a layer that routes to its experts; None if the layer has an MLP."""
         if self.experts is None:
             return None
-        module = getattr(block, self.experts.block)
-        return module if "experts" in dict(module.named_children()) else None
+        module = dict(block.named_children()).get(self.experts.block)
+        return module if module is not None and "experts" in dict(module.named_children()) else None
 
     def find_mixer(self, block: Any) -> Any | None:
         """Return the recurrent part of a layer; None if the layer has attention."""
@@ -138,17 +140,25 @@ class DecoderFamily:
         """List the linear modules of a layer, those of a recurrent part aside."""
         mixer = self.find_mixer(block)
         of_attention = [] if mixer is not None else [getattr(block.self_attn, name) for name in (*self.qkv, self.out)]
-        if self.find_experts(block) is not None:
+        if (mlp := self.find_mlp(block)) is None:
             return of_attention
-        return [*of_attention, *self.list_gate_up(block), self.get_down(block)]
+        return [*of_attention, *self.list_gate_up(mlp), getattr(mlp, self.down)]
 
-    def list_gate_up(self, block: Any) -> list[Any]:
-        """List the linear modules of a layer's MLP that act on its input."""
-        return [getattr(getattr(block, self.mlp), name) for name in self.gate_up]
+    def find_mlp(self, block: Any) -> Any | None:
+        """Return the MLP of a layer, or the one beside its experts; None if it has experts alone."""
+        if self.experts is None or self.find_experts(block) is None:
+            return getattr(block, self.mlp)
+        return block.get_submodule(self.experts.shared) if self.experts.shared else None
 
-    def get_down(self, block: Any) -> Any:
-        """Return the linear module of a layer's MLP that yields its output."""
-        return getattr(getattr(block, self.mlp), self.down)
+    def find_shared_gate(self, block: Any) -> Any | None:
+        """Return the gate of the MLP beside the experts of a layer; None if it has none."""
+        if self.experts is None or not self.experts.shared_gate or self.find_experts(block) is None:
+            return None
+        return block.get_submodule(self.experts.shared_gate)
+
+    def list_gate_up(self, mlp: Any) -> list[Any]:
+        """List the linear modules of an MLP that act on its input."""
+        return [getattr(mlp, name) for name in self.gate_up]
 
 
 LLAMA = DecoderFamily()
@@ -200,13 +210,18 @@ GPT_OSS = DecoderFamily(
     experts=ExpertNames(router="router", normalisation="", has_pairs=True, is_clamped=True),
 )
 QWEN3_5 = DecoderFamily(norms=FamilyNorms(offset=1.0, eps="eps"), has_gate=True, mixer="linear_attn")
+QWEN3_5_MOE = replace(
+    QWEN3_5,
+    experts=ExpertNames(normalisation="", shared="mlp.shared_expert", shared_gate="mlp.shared_expert_gate"),
+)
+QWEN3_NEXT = replace(QWEN3_5, experts=ExpertNames(shared="mlp.shared_expert", shared_gate="mlp.shared_expert_gate"))
 GRANITE_HYBRID = DecoderFamily(
     positions=_rotate_if_configured,
     mixer="mamba",
     mlp="shared_mlp",
     gate_up=("input_linear",),
     down="output_linear",
-    unset_options=("num_local_experts",),
+    experts=ExpertNames(block="block_sparse_moe", router="router", normalisation="", shared="shared_mlp"),
 )
 LFM2 = DecoderFamily(
     norms=FamilyNorms(
@@ -239,6 +254,8 @@ FAMILIES = {
     "granitemoe": GRANITE_MOE,
     "gpt_oss": GPT_OSS,
     "qwen3_5_text": QWEN3_5,
+    "qwen3_5_moe_text": QWEN3_5_MOE,
+    "qwen3_next": QWEN3_NEXT,
     "granitemoehybrid": GRANITE_HYBRID,
     "lfm2": LFM2,
 }

@@ -66,9 +66,11 @@ class DecoderPacker:
             record.mixer = ctypes.pointer(self._build_mixer(mixer))
         if routed is not None and family.experts is not None:
             record.experts = ctypes.pointer(self._build_experts(routed, family, config))
-        else:
-            record.gate_up = self.pack_interleaved(*family.list_gate_up(block))
-            record.down = self.pack_stacked(family.get_down(block))
+        if (mlp := family.find_mlp(block)) is not None:
+            record.gate_up = self.pack_interleaved(*family.list_gate_up(mlp))
+            record.down = self.pack_stacked(getattr(mlp, family.down))
+        if (gate := family.find_shared_gate(block)) is not None:
+            record.shared_gate = self.hold_float(gate.weight[0])
         return record
 
     def _set_attention(self, record: LayerRecord, attention: Any, family: DecoderFamily, rotary: int) -> None:
@@ -87,7 +89,8 @@ class DecoderPacker:
         family = find_mixer_family(mixer)
         assert family is not None, "explain_unsupported was not called"
         record = family.build(mixer, self.hold_float)
-        record.input = self._pack_joined(_stack_rows, [getattr(mixer, name) for name in family.inputs])
+        inputs = [getattr(mixer, name) for name in family.inputs]
+        record.input = self._pack_joined(_make_ordered_join(family.order(mixer)), inputs)
         record.out = self.pack_stacked(getattr(mixer, family.output))
         return record
 
@@ -190,7 +193,8 @@ def list_products(block: Any, family: DecoderFamily, rotary: int) -> list[Produc
         ("out", [getattr(attention, family.out)], _stack_rows),
     ]
     if family.find_experts(block) is None:
-        gate_up, down = family.list_gate_up(block), family.get_down(block)
+        mlp = family.find_mlp(block)
+        gate_up, down = family.list_gate_up(mlp), getattr(mlp, family.down)
         products += [("gate_up", gate_up, _choose_gate_up_join(gate_up)), ("down", [down], _stack_rows)]
     return products
 
@@ -207,6 +211,11 @@ def _make_qkv_join(attention: Any, family: DecoderFamily, rotary: int) -> JoinMa
         return torch.cat([_split_pairs(query, head_dim, rotary), _split_pairs(key, head_dim, rotary), value])
 
     return join
+
+
+def _make_ordered_join(order: Tensor | None) -> JoinMatrices:
+    """Join matrices and put their rows into an order; None = as they are."""
+    return _stack_rows if order is None else lambda matrices: torch.cat(list(matrices))[order]
 
 
 def _make_gated_join(head_dim: int) -> JoinMatrices:
