@@ -1,7 +1,7 @@
 """One table of the adaptive draft length against plain decoding and the best fixed length, over all cells.
 
     python benchmarks/controller_cells.py --out FOLDER [--methods draft_model,eagle3] [--temperatures 0,1]
-                                          [--streams 1,2,4,8,16,32,64] [--quick] [--table]
+                                          [--streams 1,2,4,8,16,32,64] [--short | --quick] [--table]
 
 A cell is a method, a temperature and a number of streams. It is one run of `foredraft bench load`, which measures an
 engine without a drafter, the adaptive length and fixed lengths in turn for the same requests. Its JSON file stays in
@@ -23,6 +23,7 @@ from typing import Any
 
 METHODS = "draft_model,eagle3,eagle,medusa,ngram,suffix,early_exit"
 FULL = "--minutes 3 --prompts 96 --prompt-tokens 64 --max-tokens 96 --least 8 --waves 3 --rounds 7 --fixed 1,2,4,8"
+SHORT = "--minutes 0.3 --prompts 48 --prompt-tokens 64 --max-tokens 48 --least 4 --waves 2 --rounds 3 --fixed 1,2,4,8"
 QUICK = "--minutes 0.3 --prompts 8 --prompt-tokens 16 --max-tokens 24 --least 2 --waves 1 --rounds 2 --fixed 2,4"
 MIN_OVER_PLAIN, MIN_OVER_BEST, FEW_STREAMS = 0.97, 0.95, 4
 
@@ -52,7 +53,8 @@ def measure_cell(cell: ControllerCell, options: argparse.Namespace) -> None:
     """Measure one cell. Its file appears only when the measurement is complete."""
     target = cell.find_file(options.out)
     partial = target.with_suffix(".partial")
-    arguments = [*(QUICK if options.quick else FULL).split(), "--json", str(partial), "--more", ""]
+    size = QUICK if options.quick else SHORT if options.short else FULL
+    arguments = [*size.split(), "--json", str(partial), "--more", ""]
     arguments += ["--method", cell.method, "--temperature", cell.temperature, "--concurrency", str(cell.streams)]
     if options.model is not None:
         arguments += ["--model", options.model]
@@ -101,6 +103,7 @@ def main() -> None:
     parser.add_argument("--streams", default="1,2,4,8,16,32,64")
     parser.add_argument("--model", help="target; default: the built-in one")
     parser.add_argument("--threads", type=int)
+    parser.add_argument("--short", action="store_true", help="about 20 seconds per cell instead of 3 minutes")
     parser.add_argument("--quick", action="store_true", help="a few seconds per cell, to try the script")
     parser.add_argument("--table", action="store_true", help="print the table of the files in --out alone")
     options = parser.parse_args()

@@ -79,9 +79,8 @@ def load_target(
             loaded = load_model(folder, dtype, parse_device(device), 1, rounding, is_text)
         loaded = loaded if lora is None else merge_lora(loaded, lora, name)
     else:
-        check_loaded_model(tensor_parallel_size)
+        _check_loaded(tensor_parallel_size, revision)
         loaded, name = name, getattr(name, "name_or_path", "") or type(name).__name__
-        _check_no_revision(revision)
     if isinstance(tokenizer, (str, Path)):
         source = own_tokenizer if tokenizer == AUTO_TOKENIZER else str(tokenizer)
         tokenizer = None if source is None else _load_tokenizer(source, loaded, is_required=tokenizer != AUTO_TOKENIZER)
@@ -127,8 +126,9 @@ def _check_types(max_model_len: Any, tokenizer: Any, exact: Any) -> None:
         raise ForedraftError(f"tokenizer takes a tokenizer, its folder or hub id, or None; got {tokenizer!r:.80}")
 
 
-def _check_no_revision(revision: str | None) -> None:
-    """Raise ForedraftError if a loaded model is given with a revision."""
+def _check_loaded(tensor_parallel_size: int, revision: str | None) -> None:
+    """Raise ForedraftError if a loaded model is given with options of a folder or hub id."""
+    check_loaded_model(tensor_parallel_size)
     if revision is not None:
         raise ForedraftError("a loaded model has no revision; leave revision out")
 

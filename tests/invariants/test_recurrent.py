@@ -23,7 +23,17 @@ from foredraft.tree import TokenTree
 from tests.support import engine_fakes
 from tests.support.engine_fakes import ScriptedDrafter, make_transcript
 from tests.support.families import VOCAB, tokens
-from tests.support.hybrids import EXACT_HYBRIDS, HYBRIDS, generate_greedily, make_hybrid, make_model
+from tests.support.hybrids import (
+    EXACT_HYBRIDS,
+    HYBRIDS,
+    NATIVE_HYBRIDS,
+    generate_greedily,
+    make_hybrid,
+    make_model,
+    make_native_hybrid,
+    make_native_model,
+)
+from tests.support.library_setups import NATIVE
 
 LENGTH = 14
 PROMPTS = [[5, 9, 7, 11, 5, 9, 7, 11, 5, 9], tokens(27, seed=1), tokens(3, seed=2), [5, 9] * 6, tokens(27, seed=1)[:20]]
@@ -194,8 +204,10 @@ def test_a_failed_step_and_an_abort_leave_no_state(monkeypatch: pytest.MonkeyPat
 
 def make_scripted_engine(family: str, rng: random.Random) -> tuple[Engine, HFModel]:
     """Make an engine whose drafts are partly right: trees of right tokens and others."""
-    _, shared = make_hybrid(family)
-    lm = shared.with_new_kv()
+    return make_engine_with_drafts(make_hybrid(family)[1].with_new_kv(), rng)
+
+
+def make_engine_with_drafts(lm: HFModel, rng: random.Random) -> tuple[Engine, HFModel]:
     predictor = Predictor(lm)
     drafter = ScriptedDrafter(lambda batch: draft_at_random(predictor, batch, rng), max_nodes=6)
     engine = engine_fakes.make_engine(lm, drafter, num_pages=26, max_batch=4, max_step_tokens=40)
@@ -252,7 +264,7 @@ def compute_fresh_state(lm: HFModel, prefix: tuple[int, ...]) -> tuple[StatePool
 
 
 def check_states(lm: HFModel, request: Request) -> None:
-    """The state of a request is that of a fresh pass over its computed tokens."""
+    """The state of a request is that of a fresh pass over its computed tokens, bit by bit in native code."""
     computed = tuple(request.get_tokens(0, request.num_computed))
     if not computed:
         return
@@ -261,13 +273,15 @@ def check_states(lm: HFModel, request: Request) -> None:
     fresh, _ = compute_fresh_state(lm, computed)
     last = fresh.get_table(4).find(range(1, 2 + len(computed) // 4), len(computed))
     for key, tensor in lm.pool.states.tensors.items():
-        assert (tensor[state] - fresh.tensors[key][last]).abs().max() <= 1e-12, (key, len(computed))
+        max_error = 0.0 if lm.runs_native else 1e-12
+        assert (tensor[state] - fresh.tensors[key][last]).abs().max() <= max_error, (key, len(computed))
 
 
 @torch.inference_mode()
-def run_random_steps(family: str, num_steps: int, check_every: int) -> None:
+def run_random_steps(family: str, num_steps: int, check_every: int, is_native: bool = False) -> None:
     rng = random.Random(family)
-    engine, lm = make_scripted_engine(family, rng)
+    shared = make_native_hybrid(family) if is_native else make_hybrid(family)[1]
+    engine, lm = make_engine_with_drafts(shared.with_new_kv(), rng)
     made, num_aborted, num_accepted = 0, 0, 0
     for step in range(num_steps):
         while len(engine.transcripts) < 6:
@@ -306,3 +320,73 @@ def test_states_after_random_steps_are_those_of_a_fresh_pass(
 def test_states_after_many_random_steps(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tensor, "float", Tensor.double)
     run_random_steps(family, 2000, 20)
+
+
+# -- models that run as one native call, in float32
+
+
+@cache
+def generate_native_expected(family: str) -> list[list[int]]:
+    return [generate_greedily(make_native_model(family), prompt, LENGTH) for prompt in PROMPTS]
+
+
+@NATIVE
+@pytest.mark.parametrize("drafter", [None, "ngram", "early_exit", CHAIN, TREE], ids=str)
+@pytest.mark.parametrize("family", NATIVE_HYBRIDS)
+def test_the_output_of_native_code_is_that_of_transformers(family: str, drafter: Any) -> None:
+    if isinstance(drafter, dict):
+        drafter = drafter | {"model": make_native_model(family)}
+    llm = LLM(make_native_model(family), drafter, num_speculative_tokens=3, limits=LIMITS, is_debug=True, fused=True)
+    assert llm.target.runs_native
+    assert ids(llm.generate(PROMPTS, GREEDY)) == generate_native_expected(family)
+    check_only_cached_states(llm)
+
+
+@NATIVE
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("family", NATIVE_HYBRIDS)
+def test_native_log_probabilities_do_not_depend_on_drafts_chunks_or_the_batch(family: str, dtype: torch.dtype) -> None:
+    """To the last bit, with preemptions and prompts in chunks beside a roomy engine without drafts."""
+    sampling = Sampling(temperature=0.8, seed=5, max_tokens=LENGTH, ignore_eos=True, logprobs=2)
+    model = make_native_model(family, dtype)
+    plain = LLM(model, None, limits=ROOMY, fused=True).generate(PROMPTS, sampling)
+    drafter = TREE | {"model": make_native_model(family, dtype)}
+    speculative = LLM(model, drafter, num_speculative_tokens=3, limits=LIMITS, fused=True).generate(PROMPTS, sampling)
+    assert [c.logprobs for c in speculative] == [c.logprobs for c in plain]
+
+
+@NATIVE
+@pytest.mark.parametrize("family", NATIVE_HYBRIDS)
+def test_native_states_after_random_steps_are_those_of_a_fresh_pass(family: str) -> None:
+    run_random_steps(family, 200, 5, is_native=True)
+
+
+@NATIVE
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("family", NATIVE_HYBRIDS)
+def test_native_states_after_many_random_steps(family: str) -> None:
+    run_random_steps(family, 2000, 10, is_native=True)
+
+
+@NATIVE
+def test_a_native_hybrid_takes_no_adapters_and_int8_keys() -> None:
+    lm = make_native_hybrid("qwen3_5")
+    assert lm.adapter_obstacle is not None
+    llm = LLM(make_native_model("qwen3_5"), None, limits=ROOMY, fused=True, kv_dtype="int8")
+    assert [len(output) for output in ids(llm.generate(PROMPTS, GREEDY))] == [LENGTH] * len(PROMPTS)
+
+
+@NATIVE
+@pytest.mark.parametrize("family", ["mamba2", "qwen3_next", "lfm2_moe"])
+def test_modules_with_native_recurrences_give_the_output_of_transformers(family: str) -> None:
+    lm = HFModel.wrap_model(make_model(family).float(), family, is_fused=True)
+    assert not lm.runs_native
+    engine, _ = make_engine_with_drafts(lm, random.Random(family))
+    transcripts = [make_transcript(prompt, GREEDY, i) for i, prompt in enumerate(PROMPTS)]
+    for transcript in transcripts:
+        engine.add(transcript)
+    while engine.has_work:
+        engine.step()
+    model = make_model(family).float()
+    assert [t.request.output for t in transcripts] == [generate_greedily(model, p, LENGTH) for p in PROMPTS]

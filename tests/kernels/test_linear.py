@@ -98,6 +98,19 @@ def test_a_row_has_the_same_bits_alone_and_among_any_number_of_others(
 
 @EACH_SET
 @EACH_TYPE
+def test_more_rows_than_a_cache_holds_change_no_bits(instruction_set: str, dtype: torch.dtype) -> None:
+    """From 1 MiB of activations on, products by tiles read each block of rows once for a group of panels."""
+    weight, x = make_packed(200, 1027, dtype), make_normal(531, 1027, seed=2)
+    rows = [0, 1, 31, 300, 510, 529, 530]
+    with use_library(instruction_set):
+        alone = torch.cat([linear(x[i][None], weight) for i in rows])
+    for way in THREAD_SETUPS:
+        with use_library(instruction_set, way):
+            assert torch.equal(linear(x, weight)[rows], alone), f"{way}"
+
+
+@EACH_SET
+@EACH_TYPE
 def test_two_threads_give_the_bits_of_one(instruction_set: str, dtype: torch.dtype) -> None:
     """With panels enough for every member of the team to take several."""
     weight, x = make_packed(1111, 70, dtype), make_normal(9, 70, seed=2)

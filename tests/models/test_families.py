@@ -126,7 +126,11 @@ def test_taps_are_the_states_between_layers(family: str) -> None:
 def _boundaries(model: Any, ids: list[int], taps: tuple[int, ...]) -> Tensor:
     """From output_hidden_states; its last entry is after the final norm, so that boundary is caught before the norm."""
     decoder, seen = model.get_decoder(), []
-    (norm,) = [getattr(decoder, name) for name in ("norm", "ln_f", "final_layer_norm") if hasattr(decoder, name)]
+    (norm,) = [
+        getattr(decoder, name)
+        for name in ("norm", "ln_f", "final_layer_norm", "embedding_norm")
+        if hasattr(decoder, name)
+    ]
     handle = norm.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
     states = list(model(input_ids=torch.tensor([ids]), use_cache=False, output_hidden_states=True).hidden_states)
     handle.remove()

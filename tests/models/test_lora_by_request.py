@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from benchmarks.small_families import make_model
 from foredraft import LLM, Completion, ForedraftError, RequestOptions, Sampling, zoo
 from foredraft.llm import MemoryLimits
 from foredraft.sampling.grammar import Grammar
@@ -359,6 +360,18 @@ class TestRefusals:
         tiny_seq2seq.make_model("t5").save_pretrained(tmp_path)
         with pytest.raises(ForedraftError, match="cannot have adapters, because it has an encoder; merge the adapter"):
             LLM(str(tmp_path), None, adapters=folders)
+
+    @pytest.mark.parametrize(
+        ("family", "words"),
+        [
+            ("mamba2", "its recurrent layers read the rows"),
+            ("bloom", "it computes attention in code of its own"),
+            ("openai-gpt", "it computes the tokens of several requests again"),
+        ],
+    )
+    def test_models_whose_rows_lose_their_requests_say_why(self, family, words, folders):
+        with pytest.raises(ForedraftError, match=f"cannot have adapters, because {words}.*; merge the adapter"):
+            LLM(make_model(family), None, adapters=folders)
 
     @NATIVE
     def test_native_code_names_a_module_that_it_cannot_change(self, tmp_path):

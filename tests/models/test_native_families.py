@@ -34,6 +34,9 @@ WIDE = TINY | {"hidden_size": 64, "initializer_range": 0.15}  # heads of width 1
 EAGER = {"experts_implementation": "eager"}  # takes float64
 HALF = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 32}
+HYBRID = ["linear_attention", "full_attention", "linear_attention"]
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 20, "mamba_n_groups": 2, "mamba_chunk_size": 8}
+SHARED = {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 41}
 LINEAR = {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
 CONFIGS: dict[str, Callable[[], Any]] = {
     "smollm3": lambda: hf.SmolLM3Config(**WIDE, no_rope_layers=[1, 0, 1]),
@@ -100,6 +103,39 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "gpt_oss": lambda: hf.GptOssConfig(
         **WIDE, **EAGER, head_dim=32, sliding_window=SLIDING, layer_types=ALTERNATING, num_local_experts=6,
         num_experts_per_tok=3, rope_parameters=YARN | {"truncate": False}, swiglu_limit=1.5,
+    ),
+    "qwen3_5": lambda: hf.Qwen3_5TextConfig(
+        **WIDE, head_dim=32, layer_types=HYBRID, linear_key_head_dim=16, linear_value_head_dim=32,
+        linear_num_key_heads=2, linear_num_value_heads=4, rope_parameters=HALF,
+    ),
+    "qwen3_5, odd heads": lambda: hf.Qwen3_5TextConfig(
+        **WIDE, head_dim=16, layer_types=HYBRID[::-1], linear_key_head_dim=11, linear_value_head_dim=37,
+        linear_num_key_heads=3, linear_num_value_heads=3, linear_conv_kernel_dim=2,
+    ),
+    "qwen3_5_moe": lambda: hf.Qwen3_5MoeTextConfig(
+        **WIDE, **EAGER, **SHARED, head_dim=16, layer_types=HYBRID, linear_key_head_dim=16, linear_value_head_dim=16,
+        linear_num_key_heads=2, linear_num_value_heads=4, num_experts=4, num_experts_per_tok=4,
+    ),
+    "qwen3_next": lambda: hf.Qwen3NextConfig(
+        **WIDE, **EAGER, **SHARED, head_dim=16, layer_types=HYBRID, linear_key_head_dim=16, linear_value_head_dim=32,
+        linear_num_key_heads=2, linear_num_value_heads=6, num_experts=4, num_experts_per_tok=4, mlp_only_layers=[1],
+    ),
+    "granitemoehybrid, experts": lambda: hf.GraniteMoeHybridConfig(
+        **WIDE, **EAGER, **MAMBA, layer_types=HYBRID, num_local_experts=6, num_experts_per_tok=2,
+        shared_intermediate_size=24, residual_multiplier=0.7,
+    ),
+    "granitemoehybrid": lambda: hf.GraniteMoeHybridConfig(
+        **WIDE, **MAMBA, layer_types=HYBRID, num_local_experts=0, shared_intermediate_size=41,
+        residual_multiplier=0.7, embedding_multiplier=3.0, logits_scaling=2.0, attention_multiplier=0.2,
+    ),
+    "granitemoehybrid, rotary, one group": lambda: hf.GraniteMoeHybridConfig(
+        **WIDE, **MAMBA | {"mamba_n_groups": 1, "mamba_n_heads": 2, "mamba_d_head": 64}, layer_types=HYBRID[::-1],
+        num_local_experts=0, shared_intermediate_size=48, position_embedding_type="rope", mamba_conv_bias=False,
+        mamba_proj_bias=True,
+    ),
+    "lfm2": lambda: hf.Lfm2Config(**WIDE, layer_types=["conv", "full_attention", "conv"]),
+    "lfm2, biases": lambda: hf.Lfm2Config(
+        **WIDE, layer_types=["full_attention", "conv", "conv"], conv_bias=True, conv_L_cache=4
     ),
 }  # fmt: skip
 EACH = pytest.mark.parametrize("name", CONFIGS)
@@ -221,7 +257,13 @@ def test_every_node_of_a_tree_has_the_bits_of_its_own_sequence(name: str, dtype:
 
 
 @pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
-@pytest.mark.parametrize("name", ["olmo2, many heads, odd sizes", "gemma2", "cohere2"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "olmo2, many heads, odd sizes", "gemma2", "cohere2", "qwen3_5", "qwen3_5, odd heads", "granitemoehybrid",
+        "lfm2",
+    ],
+)  # fmt: skip
 def test_every_instruction_set_and_team(instruction_set: str, name: str) -> None:
     """Norms over all heads, branches, caps and parallel layers have steps of their own between barriers."""
     lm = make_native(name, torch.float32)

@@ -151,3 +151,38 @@ def generate_greedily(model: Any, prompt: Sequence[int], count: int) -> list[int
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, pad_token_id=0
     )
     return list(out[0].tolist()[len(prompt) :])
+
+
+WIDE_DELTA = DELTA | {"head_dim": 16}
+# Families that run as one native call, with attention heads of width 16; they are float32.
+NATIVE_HYBRIDS: dict[str, Callable[[], Any]] = {
+    "qwen3_5": _configure("Qwen3_5TextConfig", TINY, WIDE_DELTA, num_hidden_layers=2, hidden_size=64),
+    "granitemoehybrid": _configure(
+        "GraniteMoeHybridConfig", TINY, MAMBA, num_hidden_layers=2, layer_types=PAIR, num_local_experts=0,
+        shared_intermediate_size=48, hidden_size=64, mamba_expand=1,
+    ),
+    "lfm2": _configure(
+        "Lfm2Config", TINY, num_hidden_layers=2, layer_types=["conv", "full_attention"], hidden_size=64
+    ),
+}  # fmt: skip
+# Families of transformers' modules with native recurrences.
+NATIVE_MIXERS = (
+    "mamba2", "bamba", "granitemoehybrid", "falcon_h1", "nemotron_h", "zamba2", "qwen3_next", "qwen3_5", "qwen3_5_moe",
+    "lfm2", "lfm2_moe", "lfm3",
+)  # fmt: skip
+
+
+def make_native_model(family: str, dtype: torch.dtype = torch.float32) -> Any:
+    """Make a model that runs as one native call, for transformers."""
+    torch.manual_seed(0)
+    model = hf.AutoModelForCausalLM.from_config(NATIVE_HYBRIDS[family](), attn_implementation="eager").eval()
+    model.generation_config.eos_token_id = None  # both sides generate all tokens
+    return model.to(dtype)
+
+
+@cache
+def make_native_hybrid(family: str) -> HFModel:
+    """Make a model that runs as one native call."""
+    lm = HFModel.wrap_model(make_native_model(family), family, is_fused=True)
+    assert lm.fused is not None
+    return lm

@@ -5,6 +5,7 @@ a head that reads a part of the hidden states or of the output matrix, noise tha
 """
 
 from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,7 @@ from foredraft import LLM, Completion, Sampling
 from foredraft.errors import ForedraftError
 from foredraft.llm import MemoryLimits
 from tests.support import tiny_models
+from tests.support.lora_folders import write_adapter
 from tests.support.method_cases import METHOD_CASES
 
 PROMPTS = [[5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5, 6], [33], [11, 12] * 8, [44, 45]]
@@ -63,3 +65,9 @@ def test_preemption_chunks_and_shared_prefixes_change_no_text(parallel: LLM, nam
     assert llm.engine.scheduler.num_preempted > 0
     assert llm.engine.scheduler.prefix_hits > 0
     assert sum(c.stats.num_accepted for c in done) > 0
+
+
+def test_adapters_by_request_are_refused(parallel: LLM, tmp_path: Path) -> None:
+    write_adapter(tmp_path, tiny_models.target(), ["q_proj"])
+    with pytest.raises(ForedraftError, match="cannot have adapters, because it is split over several processes"):
+        parallel.add_adapter("x", tmp_path)

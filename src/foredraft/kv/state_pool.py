@@ -1,5 +1,6 @@
 """Pool of recurrent states: tensors by state id, beside the KV pool of the same model."""
 
+import ctypes
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,12 +12,14 @@ from torch import Tensor
 from foredraft.errors import ForedraftError
 from foredraft.kv.state_table import NULL_STATE, StateTable
 
+CONV, RECURRENT = "conv", "recurrent"  # kinds of states: last inputs of a short convolution, state of a recurrence
+
 
 class StateKey(NamedTuple):
     """One state tensor of a layer."""
 
     layer: int
-    kind: str  # "conv": the last inputs of a short convolution; "recurrent": the state of a recurrence
+    kind: str
     part: int  # a layer may have several states of one kind
 
 
@@ -46,6 +49,7 @@ class StatePool:
     capacity: int | None = None  # states for which the tensors grow in advance; None = unlimited
     max_page_ends: int = 64  # states after page ends that the prefix cache may keep, those of running requests aside
     tensors: dict[StateKey, Tensor] = field(default_factory=dict)  # [S, *size]
+    _addresses: "tuple[ctypes.Array[ctypes.c_void_p], ctypes.Array[ctypes.c_void_p]] | None" = None
     _table: StateTable | None = None
 
     def make_empty(self) -> "StatePool":
@@ -75,6 +79,26 @@ class StatePool:
             old = self.tensors.get(key)
             if old is None or len(old) < num_ids:
                 self.tensors[key] = self._grow(old, shape, self._choose_size(num_ids))
+                self._addresses = None
+
+    def list_addresses(self, num_layers: int) -> tuple[int, int]:
+        """Return the addresses of two arrays [num_layers], valid until the pool grows.
+
+        They hold the address of every layer's first tensor of convolution states, and of its first tensor of recurrent
+        states; NULL if it has none.
+        """
+        if self._addresses is None:
+            conv, recurrent = (
+                (ctypes.c_void_p * num_layers)(*(self._find_address(layer, kind) for layer in range(num_layers)))
+                for kind in (CONV, RECURRENT)
+            )
+            self._addresses = conv, recurrent
+        conv, recurrent = self._addresses
+        return ctypes.addressof(conv), ctypes.addressof(recurrent)
+
+    def _find_address(self, layer: int, kind: str) -> int | None:
+        tensor = self.tensors.get(StateKey(layer, kind, 0))
+        return None if tensor is None else tensor.data_ptr()
 
     def read(self, key: StateKey, states: Tensor) -> Tensor:
         """Return a copy [n, *size] of the states with these ids."""
@@ -87,6 +111,7 @@ class StatePool:
     def clear(self) -> None:
         """Free all states and tensors."""
         self.tensors.clear()
+        self._addresses = None
         if self._table is not None:
             self._table.clear()
 

@@ -70,9 +70,10 @@ class CausalExamination:
     calls: tuple[AttentionCall, ...] = ()  # one per layer of a model on paged attention, in the order of the pass
     states: StateProbe | None = None  # of the recurrent layers, if the model declares any
 
-    def list_windows(self) -> list[int | None]:
-        """List the sliding window of every layer with attention: maximum number of tokens that a row sees, or None."""
-        return [call.sliding_window for call in sorted(self.calls, key=lambda call: call.layer)]
+    def list_windows(self, num_layers: int) -> list[int | None]:
+        """List the sliding window of every layer: maximum number of tokens that a row of attention sees, or None."""
+        windows = {call.layer: call.sliding_window for call in self.calls}
+        return [windows.get(layer) for layer in range(num_layers)]
 
 
 def examine_causal_lm(model: Any, name: str) -> CausalExamination:

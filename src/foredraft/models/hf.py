@@ -16,6 +16,7 @@ from foredraft.kernels.linear import DTYPE_KINDS, PackedWeight
 from foredraft.kernels.quantize import PackWeight, select_packers
 from foredraft.kernels.weight_sharing import WeightIndex
 from foredraft.kv.pool import KVPool
+from foredraft.kv.state_pool import StatePool
 from foredraft.models.adapters.adapter_set import AdapterSet
 from foredraft.models.compatibility import examine_causal_lm
 from foredraft.models.exact import make_exact
@@ -101,13 +102,15 @@ class HFModel(ImageReader, ModelFacts):
         check_quantizable(model, quantization)
         examination = examine_causal_lm(model, name)
         count = sum(p.numel() for p in model.parameters())
-        states, module_pass = prepare_pass(model, name, examination)
         is_native = is_fused and model.device.type == "cpu" and load_library() is not None
+        states, module_pass = prepare_pass(model, name, examination, is_native)
         packers, fused = select_packers(quantization), None
         if sharer is not None:
             packers = _share_weights(model, sharer, packers)
         if is_native and examination.calls and explain_unsupported(model) is None:
-            fused = NativeDecoder.from_model(model, examination.list_windows(), *packers, is_owned)
+            windows = examination.list_windows(model.config.get_text_config().num_hidden_layers)
+            fused = NativeDecoder.from_model(model, windows, *packers, is_owned)
+            states = StatePool(fused.state_shapes, model.device) if fused.state_shapes else None
         elif is_exact:
             model = make_exact(model, name, is_fused, is_owned, examination.calls)
         elif quantization is not None or (is_native and is_owned and model.dtype in DTYPE_KINDS):
@@ -159,7 +162,7 @@ class HFModel(ImageReader, ModelFacts):
     @property
     def adapter_obstacle(self) -> str | None:
         """Reason why requests cannot have adapters of their own; None if they can."""
-        return None if self.runs_native else self.module_pass.adapter_obstacle
+        return None if self.runs_native and self.pool.states is None else self.module_pass.adapter_obstacle
 
     @property
     def row_buckets(self) -> tuple[int, ...]:

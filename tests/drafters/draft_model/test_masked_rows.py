@@ -89,7 +89,9 @@ def test_models_that_do_not_take_such_rows_are_refused() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"mask_token_id": 1}, "set parallel=true too"),
+        ({"mask_token_id": 1}, "only parallel drafts have mask_token_id; set parallel=true too"),
+        ({"parallel_tokens": 4, "retention": 0.5}, "only parallel drafts have parallel_tokens, retention"),
+        ({"min_retention": 0.1}, "only parallel drafts have min_retention"),
         ({"parallel": True, "parallel_tokens": 1}, "parallel_tokens must be at least 2"),
         ({"parallel": True, "retention": 0.0}, "retention must be above 0"),
     ],

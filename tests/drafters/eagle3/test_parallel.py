@@ -58,6 +58,25 @@ def test_chains_are_those_of_the_formulas(tmp_path: Path) -> None:
     assert again.tokens == tree.tokens, "without new pairs the first row is that of the step before"
 
 
+@pytest.mark.parametrize("options", [{"tree_nodes": 9, "top_k": 3}, {"branching": (2, 2, 1, 1)}])
+def test_masks_take_no_more_positions_than_granted_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """Fault: a tree of depth 4 with 2 granted nodes had 3 masks, behind the pages of its request."""
+    drafter = make_drafter(published_folders.peagle(tmp_path), **options)
+    request = make_request(0, range(5), GREEDY, pages=PAGES[0])
+    request.output.append(7)
+    observe(drafter, [request], [torch.ones(5, 3 * H, dtype=torch.float64)], [5])
+    masks = []
+    forward = drafter.lm.forward
+    monkeypatch.setattr(
+        drafter.lm, "forward", lambda batch, features: masks.append(len(features) - 5) or forward(batch, features)
+    )
+    tree = drafter.propose(Batch((request,), (1,), (2,), PAGE))
+    assert len(tree.tokens[0]) == 3
+    assert masks == [1]
+
+
 @pytest.mark.parametrize("key", ["ptd_token_id", "mask_token_id"])
 def test_folders_are_written_as_they_were_read(tmp_path: Path, key: str) -> None:
     checkpoint = read(str(published_folders.peagle(tmp_path / "a", key=key)), TARGET)

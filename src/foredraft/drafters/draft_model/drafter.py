@@ -205,9 +205,9 @@ class DraftModelLoopNetwork:
 
 
 def _make_chains(lm: LM, vocab_size: int) -> NativeChains | None:
-    """Return the native loop of a draft model; None if its passes are not native calls."""
+    """Return the native loop of a draft model; None if its passes are not native calls, or have recurrent states."""
     decoder = lm.fused if isinstance(lm, HFModel) else None
-    chains = None if decoder is None else NativeChains(decoder, vocab_size)
+    chains = None if decoder is None or decoder.state_shapes else NativeChains(decoder, vocab_size)
     return chains if chains is not None and chains.reads_own_tokens else None
 
 

@@ -22,6 +22,8 @@ from foredraft.errors import ForedraftError
 from foredraft.models.hf import HFModel
 from foredraft.models.loading import load_model, load_tokenizer
 
+PARALLEL_SETTINGS = ("mask_token_id", "parallel_tokens", "retention", "min_retention")
+
 
 @dataclass(frozen=True)
 class TrainConfig:
@@ -170,8 +172,10 @@ def create_trainee(config: TrainConfig, target: HFModel, start: Path | None = No
 
 
 def _check_parallel_settings(config: TrainConfig) -> None:
-    if config.mask_token_id is not None and not config.parallel:
-        raise ForedraftError("mask_token_id is the token of parallel drafts; set parallel=true too")
+    defaults = TrainConfig()
+    changed = [name for name in PARALLEL_SETTINGS if getattr(config, name) != getattr(defaults, name)]
+    if changed and not config.parallel:
+        raise ForedraftError(f"only parallel drafts have {', '.join(changed)}; set parallel=true too")
     if config.parallel_tokens < 2:
         raise ForedraftError(f"parallel_tokens must be at least 2, got {config.parallel_tokens}")
     if not 0 < config.retention <= 1 or not 0 <= config.min_retention <= 1:

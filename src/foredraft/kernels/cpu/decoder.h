@@ -25,6 +25,8 @@ INLINE long max_long(long a, long b) { return a > b ? a : b; }
 
 typedef struct {
     int hidden, heads, kv_heads, head_dim, inner, kv_kind, has_branch;
+    int gate_width;               /* outputs of qkv after keys and values */
+    int mixer_width, mixer_inner; /* largest row of a projection of a recurrent layer, and of its result */
     float eps;
     long input_bytes; /* largest row of an input of a product */
     long score_bytes; /* attention's scratch memory per member */
@@ -38,8 +40,9 @@ typedef struct {
     const fd_pass *pass;
     char *input;      /* input of the next product, in the format of its weight */
     float *hidden;    /* residual stream */
-    float *qkv;       /* queries, keys and values; later a branch, [num_rows, hidden], before it is added */
-    float *attention; /* queries, then the outputs of attention */
+    float *qkv;       /* queries, keys and values, or the projected rows of a recurrent layer; later a branch,
+                       * [num_rows, hidden], before it is added */
+    float *attention; /* queries, then the outputs of attention; or those of a recurrent layer */
     float *inner;     /* inner states of the MLP */
     char *experts;    /* buffers of experts */
     char *scores;     /* [members, score_bytes] */
@@ -47,12 +50,15 @@ typedef struct {
 } decoder;
 
 INLINE long attention_width(const decoder_shape *s) { return (long)s->heads * s->head_dim; }
-INLINE long qkv_width(const decoder_shape *s) { return (long)(s->heads + 2 * s->kv_heads) * s->head_dim; }
-INLINE long qkv_room(const decoder_shape *s) { return max_long(qkv_width(s), s->has_branch ? s->hidden : 0); }
+INLINE long qkv_width(const decoder_shape *s) { return (long)(s->heads + 2 * s->kv_heads) * s->head_dim + s->gate_width; }
+INLINE long qkv_room(const decoder_shape *s) {
+    return max_long(max_long(qkv_width(s), s->mixer_width), s->has_branch ? s->hidden : 0);
+}
+INLINE long attention_room(const decoder_shape *s) { return max_long(attention_width(s), s->mixer_inner); }
 INLINE float *hidden_row(const decoder *d, int row) { return d->hidden + (long)row * d->shape.hidden; }
 
 static int64_t decoder_scratch(const decoder_shape *s, const fd_rows *rows, int threads) {
-    long row = s->input_bytes + 4 * ((long)s->hidden + qkv_room(s) + attention_width(s) + s->inner);
+    long row = s->input_bytes + 4 * ((long)s->hidden + qkv_room(s) + attention_room(s) + s->inner);
     return row * rows->num_rows + s->expert_bytes + threads * s->score_bytes + 7 * 64;
 }
 
@@ -63,7 +69,7 @@ static void set_buffers(decoder *d) {
     d->hidden = (float *)align(d->input + rows * s->input_bytes);
     d->qkv = (float *)align((char *)(d->hidden + rows * s->hidden));
     d->attention = (float *)align((char *)(d->qkv + rows * qkv_room(s)));
-    d->inner = (float *)align((char *)(d->attention + rows * attention_width(s)));
+    d->inner = (float *)align((char *)(d->attention + rows * attention_room(s)));
     d->experts = align((char *)(d->inner + rows * s->inner));
     d->scores = align(d->experts + s->expert_bytes);
 }
@@ -170,12 +176,24 @@ static fd_attention attention_over(const decoder *d, const void *keys, const voi
                           .kv_kind = s->kv_kind, .scale = scale};
 }
 
-/* Attention of every row over the keys of `visible`, then the output projection. */
+/* Multiplies the results of attention by the sigmoids of the last outputs of qkv. */
+static void gate_attention(const decoder *d, fd_team *team) {
+    long width = attention_width(&d->shape), qkv = qkv_width(&d->shape);
+    FOR_EACH_ITEM(r, d->rows->num_rows) {
+        float *x = d->attention + r * width;
+        const float *gate = d->qkv + (r + 1) * qkv - width;
+        for (long i = 0; i < width; i += LANES) store(x + i, load(x + i) * vsigmoid(load(gate + i)));
+    }
+    fd_barrier(team);
+}
+
+/* Attention of every row over the keys of `visible`, then its gate if it has one, and the output projection. */
 static void attend_and_project(decoder *d, fd_team *team, const fd_attention *a, const fd_rows *visible, char *scores,
                                const fd_weight *out, epilogue e) {
     int kv_heads = d->shape.kv_heads;
     FOR_EACH_ITEM(i, d->rows->num_rows * kv_heads) attend(a, visible, i / kv_heads, i % kv_heads, scores);
     fd_barrier(team);
+    if (d->shape.gate_width) gate_attention(d, team);
     project_rows(d, team, out, d->attention, attention_width(&d->shape), e);
 }
 

@@ -6,6 +6,7 @@
 
 #include "decoder.h"
 #include "experts.h"
+#include "recurrent.h"
 
 typedef struct {
     const fd_model *model;
@@ -14,16 +15,18 @@ typedef struct {
 
 /* Largest row of an input of the layer's MLP, or of its router. */
 INLINE long mlp_input_bytes(const fd_layer *l) {
-    if (l->experts) return row_bytes(&l->experts->router);
-    return max_long(row_bytes(&l->gate_up), row_bytes(&l->down));
+    long of_mlp = max_long(row_bytes(&l->gate_up), row_bytes(&l->down));
+    return l->experts ? max_long(of_mlp, row_bytes(&l->experts->router)) : of_mlp;
 }
 
 /* Whether the output of this layer's attention is added to the residual stream in a step of its own. */
 INLINE int is_attention_apart(const fd_model *m, const fd_layer *l) { return m->is_parallel || l->attention_post_norm; }
 
+INLINE int has_shared_mlp(const fd_layer *l) { return l->experts && l->gate_up.n; }
+
 static int has_branches(const fd_model *m) {
     for (int i = 0; i < m->layers; i++)
-        if (is_attention_apart(m, m->layer + i) || m->layer[i].mlp_post_norm) return 1;
+        if (is_attention_apart(m, m->layer + i) || m->layer[i].mlp_post_norm || has_shared_mlp(m->layer + i)) return 1;
     return 0;
 }
 
@@ -31,13 +34,20 @@ static decoder_shape decoder_only_shape(const fd_model *m, const fd_rows *rows) 
     long bytes = max_long(row_bytes(&m->head), row_bytes(&m->fc));
     if (m->adapter) bytes = max_long(bytes, mlp_input_bytes(m->adapter));
     long experts = 0;
+    int mixer_width = 0, mixer_inner = 0;
     for (int i = 0; i < m->layers; i++) {
         const fd_layer *l = m->layer + i;
         bytes = max_long(bytes, max_long(max_long(row_bytes(&l->qkv), row_bytes(&l->out)), mlp_input_bytes(l)));
         if (l->experts) experts = max_long(experts, expert_bytes(l->experts, rows->num_rows));
+        if (!l->mixer) continue;
+        bytes = max_long(bytes, max_long(row_bytes(&l->mixer->input), row_bytes(&l->mixer->out)));
+        mixer_width = max_long(mixer_width, l->mixer->width);
+        mixer_inner = max_long(mixer_inner, l->mixer->inner);
     }
     return (decoder_shape){.hidden = m->hidden, .heads = m->heads, .kv_heads = m->kv_heads, .head_dim = m->head_dim,
                            .inner = m->inner, .kv_kind = m->kv_kind, .has_branch = has_branches(m),
+                           .gate_width = m->has_attention_gate ? m->heads * m->head_dim : 0,
+                           .mixer_width = mixer_width, .mixer_inner = mixer_inner,
                            .eps = m->eps, .input_bytes = bytes, .expert_bytes = experts,
                            .score_bytes = attention_scratch(rows, m->heads / m->kv_heads)};
 }
@@ -179,8 +189,51 @@ static void attention_block(decoder_only *o, fd_team *team, int layer, char *sco
     if (l->attention_post_norm) add_branch(d, team, norm_of(m, l->attention_post_norm));
 }
 
+/* The recurrent part of a layer, in place of attention. */
+static void mixer_block(decoder_only *o, fd_team *team, int layer) {
+    const fd_model *m = o->model;
+    const fd_layer *l = m->layer + layer;
+    const fd_mixer *x = l->mixer;
+    decoder *d = &o->d;
+    read_all_hidden(d, team, &x->input, norm_of(m, l->attention_norm), NO_NORM, &NO_CHANGE);
+    project(d, team, &x->input, store_to(&x->input, d->qkv, x->width, 1.0f));
+    fd_mixing j = {.mixer = x, .runs = d->pass->runs, .projected = d->qkv, .out = d->attention,
+                   .conv_states = d->pass->conv_states[layer], .states = d->pass->states[layer],
+                   .num_rows = d->rows->num_rows};
+    run_mixer(team, &j);
+    project_rows(d, team, &x->out, d->attention, x->inner, add_to_residual(d, &x->out, m->residual_scale));
+}
+
 INLINE mlp gated_mlp(const fd_layer *l, int activation) {
     return (mlp){.in = &l->gate_up, .out = &l->down, .is_gated = 1, .activation = activation};
+}
+
+/* Multiplies a row of the branch by the sigmoid of the normed residual stream's product with the gate. */
+static void gate_branch(const decoder *d, const float *gate, fd_norm norm, int row) {
+    int n = d->shape.hidden;
+    float normed[n], *branch = d->qkv + (long)row * n, product = 0;
+    apply_norm(norm, hidden_row(d, row), d->shape.eps, n, normed);
+    for (int i = 0; i < n; i++) product = multiply_add_scalar(normed[i], gate[i], product);
+    float factor = 1.0f / (1.0f + expf(-product));
+    for (int i = 0; i < n; i++) branch[i] *= factor;
+}
+
+/* Experts, and the shared MLP beside them: it is apart until the experts have read the residual stream. */
+static void experts_block(decoder_only *o, fd_team *team, const fd_layer *l) {
+    const fd_model *m = o->model;
+    decoder *d = &o->d;
+    fd_norm norm = norm_of(m, l->mlp_norm);
+    if (has_shared_mlp(l)) {
+        epilogue e = store_branch(d, &l->down);
+        e.scale = m->residual_scale;
+        mlp_block(d, team, gated_mlp(l, m->activation), norm, NO_NORM, e);
+        if (l->shared_gate) {
+            FOR_EACH_ITEM(r, d->rows->num_rows) gate_branch(d, l->shared_gate, norm, r);
+            fd_barrier(team);
+        }
+    }
+    expert_block(d, team, l->experts, norm, m->residual_scale);
+    if (has_shared_mlp(l)) add_branch(d, team, NO_NORM);
 }
 
 static void gated_mlp_block(decoder_only *o, fd_team *team, int layer) {
@@ -188,7 +241,7 @@ static void gated_mlp_block(decoder_only *o, fd_team *team, int layer) {
     const fd_layer *l = m->layer + layer;
     decoder *d = &o->d;
     if (l->experts) {
-        expert_block(d, team, l->experts, norm_of(m, l->mlp_norm), m->residual_scale);
+        experts_block(o, team, l);
         return;
     }
     epilogue e = l->mlp_post_norm ? store_branch(d, &l->down) : add_to_residual(d, &l->down, m->residual_scale);
@@ -226,7 +279,8 @@ static void run_decoder_only(decoder_only *o, fd_team *team, char *scores) {
     start_residual(o, team);
     return_hidden_layer(d, team, 0, NO_NORM);
     for (int i = 0; i < m->layers; i++) {
-        attention_block(o, team, i, scores);
+        if (m->layer[i].mixer) mixer_block(o, team, i);
+        else attention_block(o, team, i, scores);
         gated_mlp_block(o, team, i);
         add_image_states(o, team, i);
         return_hidden_layer(d, team, i + 1, NO_NORM);

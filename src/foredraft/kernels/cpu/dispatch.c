@@ -116,6 +116,7 @@ int64_t fd_encdec_scratch(const fd_encdec *m, const fd_rows *rows, const fd_rows
 void fd_encdec_forward(const fd_encdec *m, const fd_rows *rows, const fd_rows *sources, const fd_pass *p) {
     selected->encdec_forward(m, rows, sources, p);
 }
+void fd_mix(const fd_mixing *job) { selected->mix(job); }
 int fd_sample(const fd_sampling *job) { return selected->sample(job); }
 int64_t fd_chain_scratch(const fd_model *m, const fd_chain *c) {
     return selected->chain_scratch(m, c, fd_num_threads());
@@ -149,6 +150,7 @@ int64_t fd_sizeof(int record) { /* numbered as RECORDS in records.py */
                              sizeof(fd_chain),     sizeof(fd_step),        sizeof(fd_step_network),
                              sizeof(fd_step_pass), sizeof(fd_step_roots),  sizeof(fd_tuning),
                              sizeof(fd_experts),   sizeof(fd_layer_change), sizeof(fd_adapted),
-                             sizeof(fd_images)};
+                             sizeof(fd_images),
+                             sizeof(fd_mixer),     sizeof(fd_runs),        sizeof(fd_mixing)};
     return record < (int)(sizeof sizes / sizeof *sizes) ? sizes[record] : 0;
 }

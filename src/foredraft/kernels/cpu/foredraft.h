@@ -42,6 +42,45 @@ typedef struct {
     const fd_weight *gate_up, *down; /* [count] */
 } fd_experts;
 
+/* The recurrent part of a layer: recurrent.h. Fields that a kind does not have are NULL or 0. */
+enum { FD_DELTA, FD_MAMBA2, FD_SHORT_CONV };
+typedef struct {
+    int32_t kind, channels, taps; /* channels and inputs of the convolution */
+    int32_t heads, groups;        /* heads; groups of heads that share queries and keys */
+    int32_t key_dim, value_dim;   /* a head's state has a column of key_dim numbers for each number of a value */
+    int32_t norm_width;           /* outputs that are normed together; DELTA value_dim */
+    int32_t width, inner;         /* numbers of a projected row, and of a row of the output projection */
+    /* Places in a projected row. Channels of the convolution: DELTA queries, keys, values; MAMBA2 values, keys, queries.
+     * SHORT_CONV: the row is its input gate, output gate and input. */
+    int32_t conv_at, gate_at, step_at, share_at;
+    float eps, min_step, max_step;
+    const float *conv_weight, *conv_bias; /* [taps, channels], the oldest first; [channels] */
+    const float *rate, *step_bias, *skip; /* [heads] negative rate of decay per step; its bias; share of the value */
+    const float *norm;                    /* [value_dim] DELTA, [inner] MAMBA2 */
+    fd_weight input, out;
+} fd_mixer;
+
+/* Runs of rows: chains from one state to another. State 0 is the null state. The run that ends in the start state of
+ * another one, if it is in this pass, stands before it. */
+typedef struct {
+    int32_t num_runs;
+    const int32_t *first_row, *length, *start_state, *end_state; /* [num_runs] */
+    /* [num_runs] Slots in which a member keeps the state after a run for the runs that follow it, and the slot with the
+     * start state; -1 = none. A slot is used again after the last of them. */
+    const int32_t *slot, *start_slot;
+} fd_runs;
+
+/* Arguments of the recurrent part of one layer. */
+typedef struct {
+    const fd_mixer *mixer;
+    const fd_runs *runs;
+    float *projected;   /* [num_rows, width]; the convolution replaces its inputs by its outputs */
+    float *conv_states; /* [states, taps - 1, channels] last inputs of the convolution, the oldest first */
+    float *states;      /* [states, heads], of each [value_dim, key_dim] numbers in an order of its own */
+    float *out;         /* [num_rows, inner] */
+    int32_t num_rows;
+} fd_mixing;
+
 /* A decoder layer with a gated MLP, or with experts. Fields that are NULL or 0 are absent. */
 typedef struct {
     const float *attention_norm, *mlp_norm; /* [hidden]; attention_norm NULL = no norm */
@@ -50,8 +89,10 @@ typedef struct {
     fd_weight qkv, out, gate_up, down;      /* gate_up: 16 rows of gate, 16 of up, and so on */
     int32_t sliding_window;                 /* most keys that a row sees; 0 = all */
     int32_t positions;                      /* rotary table of queries and keys, or none */
-    const fd_experts *experts;              /* in place of gate_up and down */
+    const fd_experts *experts;              /* in place of gate_up and down, or, with these, beside a shared MLP */
+    const float *shared_gate;               /* [hidden]; the sigmoid of its product with a row multiplies the shared MLP */
     const float *sinks;                     /* [heads] score of a key without a value, which every row sees */
+    const fd_mixer *mixer;                  /* in place of attention; its qkv, out and so on are absent */
 } fd_layer;
 
 /* A decoder-only model, or the decoder layers of a drafter (decoder_only.h).
@@ -64,6 +105,7 @@ typedef struct {
     int32_t input_kind, norm_before_residual;
     int32_t is_parallel;         /* the MLP reads the residual stream before the attention's output is added */
     int32_t has_joint_head_norm; /* q_norm is [heads * head_dim], k_norm [kv_heads * head_dim] */
+    int32_t has_attention_gate;  /* qkv has [heads * head_dim] further outputs, whose sigmoids multiply the attention's */
     float eps, scale, softcap, embedding_scale, residual_scale, logit_scale, logit_softcap;
     const void *embedding;   /* [V, hidden] */
     const float *norm;       /* [hidden] or NULL */
@@ -130,6 +172,8 @@ typedef struct {
     char *scratch;
     const fd_adapted *adapted; /* NULL = no row has an adapter; decoder-only models */
     const fd_images *images;   /* NULL = no request has images; decoder-only models */
+    const fd_runs *runs;       /* NULL = no layer is recurrent */
+    void *const *conv_states, *const *states; /* [layers] states of the recurrent layers, as in fd_mixing */
 } fd_pass;
 
 typedef struct {

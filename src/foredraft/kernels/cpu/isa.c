@@ -6,6 +6,7 @@
 #include "kernels.h"
 #include "linear.h"
 #include "masses.h"
+#include "recurrent.h"
 #include "sampler.h"
 #include "step_chain.h"
 #include "step_network.h"
@@ -99,6 +100,7 @@ const fd_kernels NAME(FD_ISA) = {
     .attention_scratch = team_attention_scratch,
     .attention = attention,
     .read_memory = read_memory,
+    .mix = mix_rows,
     .sample = sample,
     .chain_scratch = chain_scratch,
     .draft_chains = draft_chains,

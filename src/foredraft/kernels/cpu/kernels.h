@@ -15,6 +15,7 @@ typedef struct {
     uint32_t (*read_memory)(const void *, int64_t bytes);
     int64_t (*encdec_scratch)(const fd_encdec *, const fd_rows *, const fd_rows *sources, int threads);
     void (*encdec_forward)(const fd_encdec *, const fd_rows *, const fd_rows *sources, const fd_pass *);
+    void (*mix)(const fd_mixing *);
     int (*sample)(const fd_sampling *);
     int64_t (*chain_scratch)(const fd_model *, const fd_chain *, int threads);
     int (*draft_chains)(const fd_model *, const fd_chain *, const fd_pass *first);

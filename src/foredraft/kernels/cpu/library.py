@@ -22,6 +22,7 @@ from foredraft.kernels.cpu.records import (
     ChainRecord,
     DraftsRecord,
     LinearRecord,
+    MixingRecord,
     ModelRecord,
     PassRecord,
     RowsRecord,
@@ -178,6 +179,8 @@ def _declare_functions(handle: ctypes.CDLL) -> None:
         POINTER(PassRecord),
     ]
     handle.fd_encdec_forward.restype = None
+    handle.fd_mix.argtypes = [POINTER(MixingRecord)]
+    handle.fd_mix.restype = None
     handle.fd_sample.argtypes = [POINTER(SamplingRecord)]
     handle.fd_sample.restype = c_int
     handle.fd_chain_scratch.argtypes = [POINTER(ModelRecord), POINTER(ChainRecord)]

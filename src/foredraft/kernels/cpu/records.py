@@ -56,6 +56,39 @@ class ExpertsRecord(ctypes.Structure):
     )
 
 
+class MixerRecord(ctypes.Structure):
+    """Recurrent part of a layer (fd_mixer)."""
+
+    _fields_ = (
+        *((name, c_int32) for name in "kind channels taps heads groups key_dim value_dim norm_width".split()),
+        *((name, c_int32) for name in "width inner conv_at gate_at step_at share_at".split()),
+        *((name, c_float) for name in "eps min_step max_step".split()),
+        *((name, c_void_p) for name in "conv_weight conv_bias rate step_bias skip norm".split()),
+        ("input", WeightRecord),
+        ("out", WeightRecord),
+    )
+
+
+class RunsRecord(ctypes.Structure):
+    """Runs of rows from one recurrent state to another (fd_runs)."""
+
+    _fields_ = (
+        ("num_runs", c_int32),
+        *((name, c_void_p) for name in "first_row length start_state end_state slot start_slot".split()),
+    )
+
+
+class MixingRecord(ctypes.Structure):
+    """Arguments of the recurrent part of one layer (fd_mixing)."""
+
+    _fields_ = (
+        ("mixer", POINTER(MixerRecord)),
+        ("runs", POINTER(RunsRecord)),
+        *((name, c_void_p) for name in "projected conv_states states out".split()),
+        ("num_rows", c_int32),
+    )
+
+
 class LayerRecord(ctypes.Structure):
     """Decoder layer (fd_layer)."""
 
@@ -70,7 +103,9 @@ class LayerRecord(ctypes.Structure):
         ("sliding_window", c_int32),
         ("positions", c_int32),
         ("experts", POINTER(ExpertsRecord)),
+        ("shared_gate", c_void_p),
         ("sinks", c_void_p),
+        ("mixer", POINTER(MixerRecord)),
     )
 
 
@@ -85,6 +120,7 @@ class ModelRecord(ctypes.Structure):
         ("norm_before_residual", c_int32),
         ("is_parallel", c_int32),
         ("has_joint_head_norm", c_int32),
+        ("has_attention_gate", c_int32),
         *((name, c_float) for name in "eps scale softcap embedding_scale residual_scale logit_scale".split()),
         ("logit_softcap", c_float),
         *((name, c_void_p) for name in "embedding norm input_norm norm_bias cos sin local_cos local_sin".split()),
@@ -147,6 +183,9 @@ class PassRecord(ctypes.Structure):
         ("scratch", c_void_p),
         ("adapted", POINTER(AdaptedRecord)),
         ("images", POINTER(ImagesRecord)),
+        ("runs", POINTER(RunsRecord)),
+        ("conv_states", c_void_p),
+        ("states", c_void_p),
     )
 
 
@@ -318,4 +357,7 @@ RECORDS = (
     LayerChangeRecord,
     AdaptedRecord,
     ImagesRecord,
+    MixerRecord,
+    RunsRecord,
+    MixingRecord,
 )

@@ -35,6 +35,21 @@ typedef uint16_t vh_at __attribute__((vector_size(LANES * 2), aligned(2), may_al
 
 INLINE vf load(const float *p) { return *(const vf_at *)p; }
 INLINE void store(float *p, vf x) { *(vf_at *)p = x; }
+/* Past the caches, to a multiple of the register's size; `finish_streams` before other threads read it. */
+INLINE void stream(float *p, vf x) {
+#if LANES == 16
+    _mm512_stream_ps(p, (__m512)x);
+#elif LANES == 8
+    _mm256_stream_ps(p, (__m256)x);
+#else
+    store(p, x);
+#endif
+}
+INLINE void finish_streams(void) {
+#if defined(__x86_64__)
+    _mm_sfence();
+#endif
+}
 INLINE vu load_words(const uint32_t *p) { return *(const vu_at *)p; }
 INLINE vf broadcast(float x) { return x - (vf){0}; }
 INLINE vu broadcast_words(uint32_t x) { return x - (vu){0}; }

@@ -7,6 +7,7 @@ team once, from the embeddings to the logits. Other models run transformers' mod
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from threading import Lock
 from typing import Any
 
@@ -17,16 +18,21 @@ from foredraft.kernels.cpu.library import NativeLibrary, load_library
 from foredraft.kernels.cpu.records import KV_KINDS, LayerRecord, ModelRecord, PassRecord
 from foredraft.kernels.image_rows import NativeImageRows
 from foredraft.kernels.linear import PackedWeight
+from foredraft.kernels.mixers import MixerKernel, NativeRuns
 from foredraft.kernels.scratch import ScratchPool
 from foredraft.kernels.tuning import tune_products
 from foredraft.kv.int8_rows import SCALE_BYTES
 from foredraft.kv.pool import KVPool
+from foredraft.kv.state_pool import StateKey, StateShape
 from foredraft.models.forward_batch import ForwardBatch
 from foredraft.models.grid_linear import GridLinear, pack_joined, take_only
 from foredraft.models.native.causal_stack import CausalStack, explain_missing_stack
 from foredraft.models.native.family import FAMILIES, DecoderFamily
 from foredraft.models.native.packing import ACTIVATIONS, LANES, DecoderPacker, PackWeight
 from foredraft.models.native.rotary import RotaryTables
+from foredraft.models.recurrent.mixer_families import find_mixer_family, list_projection_names
+from foredraft.models.recurrent.native_mixer import list_state_shapes
+from foredraft.models.recurrent.runs import plan_runs
 
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # rope types whose factors do not depend on the sequence length
 MIN_ROTARY_POSITIONS = 1024  # positions of the first rotary table
@@ -39,7 +45,7 @@ def explain_unsupported(model: Any) -> str | None:
         return f"{model.dtype} on {model.device.type}"
     if (family := FAMILIES.get(config.model_type)) is None:
         return f"models of type {config.model_type}"
-    if (activation := getattr(config, family.activation)) not in ACTIVATIONS:
+    if (activation := family.read_activation(config)) not in ACTIVATIONS:
         return f"the activation {activation}"
     if not set(family.list_rope_types(config)) <= set(STATIC_ROPE):
         return "rotary factors that change with the sequence length"
@@ -47,19 +53,24 @@ def explain_unsupported(model: Any) -> str | None:
         return reason
     stack = CausalStack.from_model(model)
     blocks = stack.decoder.layers
-    if not all(block.self_attn.is_causal for block in blocks):
-        return "attention to later tokens"
+    mixers = [mixer for block in blocks if (mixer := family.find_mixer(block)) is not None]
+    attending = [block.self_attn for block in blocks if family.find_mixer(block) is None]
+    if not attending or not all(attention.is_causal for attention in attending):
+        return "attention to later tokens" if attending else "layers without attention alone"
     if any(getattr(config, name) is not None for name in family.unset_options):
         return f"the options {', '.join(family.unset_options)}"
     if not all(_has_own_experts(family, block) for block in blocks):
         return "experts that were replaced"
+    if not all(find_mixer_family(mixer) for mixer in mixers):
+        return "recurrent layers with other options"
     linears = [m for block in blocks for m in family.list_projections(block)]
+    linears += [getattr(m, name) for m in mixers for name in list_projection_names(m)]
     if not all(type(m) in (nn.Linear, GridLinear) for m in [*linears, stack.head]):
         return "linear layers that were replaced"
     if not family.is_own_embedding(stack.decoder.embed_tokens, stack.decoder):
         return "embeddings that were replaced"
-    if blocks[0].self_attn.head_dim % LANES:
-        return f"heads of width {blocks[0].self_attn.head_dim}"
+    if attending[0].head_dim % LANES:
+        return f"heads of width {attending[0].head_dim}"
     if load_library() is None:
         return "no native kernels"
     return None
@@ -146,8 +157,17 @@ class NativeDecoder:
         native = load_library()
         assert native is not None, "explain_unsupported was not called"
         tune_products(native, sum(weight.data.nbytes for weight in packer.weights))
-        samples = [torch.empty(0, record.kv_heads, record.head_dim, dtype=dtype)] * record.layers
+        samples = [torch.empty(0, heads, record.head_dim, dtype=dtype) for heads in _list_kv_heads(record)]
         return cls(native, record, packer.weights, packer.tensors, samples, dtype, vocab_size, rotary_tables)
+
+    @cached_property
+    def state_shapes(self) -> dict[StateKey, StateShape]:
+        """Shapes of the states of the recurrent layers. Cached, since reading a record is slow."""
+        shapes: dict[StateKey, StateShape] = {}
+        for layer in range(self.record.layers):
+            if self.record.layer[layer].mixer:
+                shapes |= list_state_shapes(layer, MixerKernel(self.record.layer[layer].mixer.contents, ()))
+        return shapes
 
     @property
     def head(self) -> PackedWeight:
@@ -163,10 +183,11 @@ class NativeDecoder:
         """Return a decoder with the same weights that stores keys and values in int8, with a scale per head."""
         record = ModelRecord.from_buffer_copy(self.record)
         record.kv_kind = KV_KINDS[torch.int8]
-        sample = torch.empty(0, record.kv_heads, record.head_dim + SCALE_BYTES, dtype=torch.int8)
+        width = record.head_dim + SCALE_BYTES
+        samples = [torch.empty(0, heads, width, dtype=torch.int8) for heads in _list_kv_heads(record)]
         return replace(
-            self, record=record, kv_samples=[sample] * record.layers, num_positions=0, owner=self.record,
-            scratch=ScratchPool(), _rotary_lock=Lock(),
+            self, record=record, kv_samples=samples, num_positions=0, owner=self.record, scratch=ScratchPool(),
+            _rotary_lock=Lock(),
         )  # fmt: skip
 
     def forward(
@@ -208,7 +229,7 @@ class NativeDecoder:
         record = self.record if layer_slice is None else layer_slice.apply_to(self.record)
         scratch = self.scratch.take(self.native.handle.fd_decoder_scratch(record, rows.record))
         keys, values = pool.addresses
-        adapted = forward_batch.adapted_rows
+        adapted, runs = forward_batch.adapted_rows, self._plan_runs(forward_batch, pool)
         boundaries = (ctypes.c_int32 * len(hidden_layers))(*hidden_layers)
         job = PassRecord(
             keys=ctypes.addressof(keys),
@@ -223,9 +244,19 @@ class NativeDecoder:
             adapted=None if adapted is None else ctypes.pointer(adapted.record),
             images=None if images is None else ctypes.pointer(images.record),
         )
+        if runs is not None and pool.states is not None:
+            job.runs = ctypes.pointer(runs.record)
+            job.conv_states, job.states = pool.states.list_addresses(self.record.layers)
         self.native.handle.fd_decoder_forward(record, rows.record, job)
         self.scratch.give_back(scratch)
         return logits, features
+
+    def _plan_runs(self, forward_batch: ForwardBatch, pool: KVPool) -> NativeRuns | None:
+        """Plan the runs of a pass and allocate their states; None without recurrent layers."""
+        if not self.state_shapes:
+            return None
+        assert pool.states is not None, "the model has recurrent layers, and its pool no states"
+        return plan_runs(forward_batch, pool.states).native_runs
 
     def check_tokens(self, forward_batch: ForwardBatch) -> None:
         """Raise IndexError, as torch does, for token ids that the model does not have.
@@ -263,6 +294,11 @@ def _pack_images(forward_batch: ForwardBatch, rotary_tables: RotaryTables) -> Na
     return NativeImageRows.pack(images.index, images.ahead, images.states, images.layer_states, factors)
 
 
+def _list_kv_heads(record: ModelRecord) -> list[int]:
+    """List the heads of keys and values of every layer; 0 = it is recurrent."""
+    return [0 if record.layer[i].mixer else record.kv_heads for i in range(record.layers)]
+
+
 def _build_record(
     source: Any, sliding_windows: Sequence[int | None], packer: DecoderPacker, pack_head: PackWeight, rotary: int
 ) -> ModelRecord:
@@ -272,7 +308,8 @@ def _build_record(
     layers = (LayerRecord * len(sliding_windows))(
         *(packer.build_layer(block, sliding_window, family, rotary, config) for block, sliding_window in blocks)
     )
-    attention, norm = decoder.layers[0].self_attn, decoder.norm
+    attention = next(block.self_attn for block in decoder.layers if family.find_mixer(block) is None)
+    norm = getattr(decoder, family.norms.final)
     embedding = decoder.embed_tokens.weight
     return ModelRecord(
         layers=len(layers),
@@ -285,7 +322,8 @@ def _build_record(
         inner=max(layer.gate_up.n for layer in layers) // 2 or embedding.shape[1],
         is_parallel=family.norms.are_shared,
         has_joint_head_norm=family.norms.have_joint_heads,
-        activation=ACTIVATIONS[getattr(config, family.activation)],
+        has_attention_gate=family.has_gate,
+        activation=ACTIVATIONS[family.read_activation(config)],
         kv_kind=KV_KINDS[source.dtype],
         has_bf16_embedding=embedding.dtype == torch.bfloat16,
         eps=getattr(norm, family.norms.eps),

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from foredraft.kernels.arena import Arena
-from foredraft.kernels.cpu.records import ExpertsRecord, LayerRecord, WeightRecord
+from foredraft.kernels.cpu.records import ExpertsRecord, LayerRecord, MixerRecord, WeightRecord
 from foredraft.kernels.linear import PackedWeight
 from foredraft.models.grid_linear import pack_joined
 from foredraft.models.native.family import LLAMA, DecoderFamily
+from foredraft.models.recurrent.mixer_families import find_mixer_family
 
 LANES = 16  # numbers in a native vector; the width of a head must be a multiple
 
@@ -51,25 +52,46 @@ class DecoderPacker:
             rotary: number of rotated values of a head, for a family that rotates adjacent ones. Default 0 = none.
             config: text config, for a family with experts. Default None.
         """
-        attention, norms, routed = block.self_attn, family.norms, family.find_experts(block)
+        norms, routed, mixer = family.norms, family.find_experts(block), family.find_mixer(block)
         record = LayerRecord(
             attention_norm=self.hold_norm(getattr(block, norms.attention, None), norms.offset),
             mlp_norm=self.hold_norm(getattr(block, norms.mlp, None), norms.offset),
-            q_norm=self.hold_norm(getattr(attention, "q_norm", None), norms.offset),
-            k_norm=self.hold_norm(getattr(attention, "k_norm", None), norms.offset),
             attention_post_norm=self.hold_norm(getattr(block, norms.attention_post, None), norms.offset),
             mlp_post_norm=self.hold_norm(getattr(block, norms.mlp_post, None), norms.offset),
-            qkv=self._pack_qkv(attention, family, rotary),
-            out=self.pack_stacked(attention.o_proj),
             sliding_window=sliding_window or 0,
-            positions=family.positions(attention),
-            sinks=self.hold_float(attention.sinks) if "sinks" in dict(attention.named_parameters()) else None,
         )
+        if mixer is None:
+            self._set_attention(record, block.self_attn, family, rotary)
+        else:
+            record.mixer = ctypes.pointer(self._build_mixer(mixer))
         if routed is not None and family.experts is not None:
             record.experts = ctypes.pointer(self._build_experts(routed, family, config))
-        else:
-            record.gate_up = self.pack_interleaved(*(getattr(block.mlp, name) for name in family.gate_up))
-            record.down = self.pack_stacked(block.mlp.down_proj)
+        if (mlp := family.find_mlp(block)) is not None:
+            record.gate_up = self.pack_interleaved(*family.list_gate_up(mlp))
+            record.down = self.pack_stacked(getattr(mlp, family.down))
+        if (gate := family.find_shared_gate(block)) is not None:
+            record.shared_gate = self.hold_float(gate.weight[0])
+        return record
+
+    def _set_attention(self, record: LayerRecord, attention: Any, family: DecoderFamily, rotary: int) -> None:
+        """Set the fields of a layer that only attention has."""
+        norms = family.norms
+        record.q_norm = self.hold_norm(getattr(attention, norms.query, None), norms.offset)
+        record.k_norm = self.hold_norm(getattr(attention, norms.key, None), norms.offset)
+        record.qkv = self._pack_qkv(attention, family, rotary)
+        record.out = self.pack_stacked(getattr(attention, family.out))
+        record.positions = family.positions(attention)
+        if "sinks" in dict(attention.named_parameters()):
+            record.sinks = self.hold_float(attention.sinks)
+
+    def _build_mixer(self, mixer: Any) -> MixerRecord:
+        """Pack the recurrent part of a layer."""
+        family = find_mixer_family(mixer)
+        assert family is not None, "explain_unsupported was not called"
+        record = family.build(mixer, self.hold_float)
+        inputs = [getattr(mixer, name) for name in family.inputs]
+        record.input = self._pack_joined(_make_ordered_join(family.order(mixer)), inputs)
+        record.out = self.pack_stacked(getattr(mixer, family.output))
         return record
 
     def _build_experts(self, routed: Any, family: DecoderFamily, config: Any) -> ExpertsRecord:
@@ -83,7 +105,7 @@ class DecoderPacker:
             count=len(gate_up),
             per_token=getattr(config, names.num_chosen),
             inner=gate_up[0].n // 2,
-            activation=CLAMPED if names.is_clamped else ACTIVATIONS[getattr(config, family.activation)],
+            activation=CLAMPED if names.is_clamped else ACTIVATIONS[family.read_activation(config)],
             alpha=config.swiglu_alpha if names.is_clamped else 0.0,
             limit=config.swiglu_limit if names.is_clamped else 0.0,
             is_normalised=names.is_normalised(config),
@@ -168,15 +190,18 @@ def list_products(block: Any, family: DecoderFamily, rotary: int) -> list[Produc
     qkv = [getattr(attention, name) for name in family.qkv]
     products: list[Product] = [
         ("qkv", qkv, _make_qkv_join(attention, family, rotary)),
-        ("out", [attention.o_proj], _stack_rows),
+        ("out", [getattr(attention, family.out)], _stack_rows),
     ]
     if family.find_experts(block) is None:
-        gate_up = [getattr(block.mlp, name) for name in family.gate_up]
-        products += [("gate_up", gate_up, _choose_gate_up_join(gate_up)), ("down", [block.mlp.down_proj], _stack_rows)]
+        mlp = family.find_mlp(block)
+        gate_up, down = family.list_gate_up(mlp), getattr(mlp, family.down)
+        products += [("gate_up", gate_up, _choose_gate_up_join(gate_up)), ("down", [down], _stack_rows)]
     return products
 
 
 def _make_qkv_join(attention: Any, family: DecoderFamily, rotary: int) -> JoinMatrices:
+    if family.has_gate:
+        return _make_gated_join(attention.head_dim)
     if not family.has_interleaved_rotary:
         return _stack_rows
     head_dim = attention.head_dim
@@ -184,6 +209,22 @@ def _make_qkv_join(attention: Any, family: DecoderFamily, rotary: int) -> JoinMa
     def join(matrices: Sequence[Tensor]) -> Tensor:
         query, key, value = matrices
         return torch.cat([_split_pairs(query, head_dim, rotary), _split_pairs(key, head_dim, rotary), value])
+
+    return join
+
+
+def _make_ordered_join(order: Tensor | None) -> JoinMatrices:
+    """Join matrices and put their rows into an order; None = as they are."""
+    return _stack_rows if order is None else lambda matrices: torch.cat(list(matrices))[order]
+
+
+def _make_gated_join(head_dim: int) -> JoinMatrices:
+    """Move the gates of all heads, each stored after the head's query, behind the values."""
+
+    def join(matrices: Sequence[Tensor]) -> Tensor:
+        pairs, key, value = matrices
+        query, gate = pairs.view(-1, 2, head_dim, pairs.shape[1]).unbind(1)
+        return torch.cat([query.flatten(0, 1), key, value, gate.flatten(0, 1)])
 
     return join
 

@@ -46,6 +46,11 @@ class RotaryTables:
             _make_table(module, take_first_half, sliding if sliding in types else full),
         )
 
+    @classmethod
+    def make_empty(cls) -> "RotaryTables":
+        """Make the tables of a model without rotary embeddings."""
+        return cls(lambda positions: (torch.empty(positions, 0), torch.empty(positions, 0)))
+
     @property
     def width(self) -> int:
         """Number of rotated values of a head."""

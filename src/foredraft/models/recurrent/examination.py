@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from foredraft.kv.state_pool import StatePool
+from foredraft.kv.state_pool import RECURRENT, StatePool
 from foredraft.models.forward_batch import ForwardBatch, Span
-from foredraft.models.recurrent.state_cache import RECURRENT
 from foredraft.models.recurrent.state_probe import StateProbe
 
 OTHER_PLACE = "keeps its recurrent state in another place than transformers' Cache, so a draft cannot be rolled back"

@@ -16,6 +16,7 @@ from foredraft.errors import ForedraftError
 from foredraft.models.recurrent.state_cache import StateCache
 
 PASS_ARGUMENTS = ("forward_batch", "pool", "attention_cache")  # those of our own attention; no recurrent layer has them
+NO_LAYER = -1  # index of a layer that does not know its own
 
 
 @dataclass(frozen=True)
@@ -37,10 +38,14 @@ class PackedMixer(nn.Module):
         cache = arguments.get("cache")
         if not isinstance(cache, StateCache):
             return super().forward(*args, **kwargs)
+        native = cache.natives.get(vars(self).get("layer_idx", NO_LAYER))
+        if native is not None:
+            hidden = arguments[self.argument_names[0]]
+            return native.run(self._modules, hidden, cache.pool, cache.plan.native_runs)
         arguments = {name: value for name, value in arguments.items() if name not in PASS_ARGUMENTS}
-        if len(cache.groups) == 1:  # nothing to share
+        if len(cache.plan.groups) == 1:  # nothing to share
             return self._run_groups(self, cache, arguments, {})
-        hidden: Tensor = arguments[self.argument_names[0]]
+        hidden = arguments[self.argument_names[0]]
         children: Any = self._modules
         shared = {name: children[name](hidden) for name in self.projections.inputs}
         view = _copy_module(self)
@@ -64,7 +69,7 @@ class PackedMixer(nn.Module):
         run, input_name = super(PackedMixer, layer).forward, self.argument_names[0]
         num_rows = arguments[input_name].shape[1]
         rows, outputs = [], []
-        for group in cache.groups:
+        for group in cache.plan.groups:
             cache.start_group(group)
             can_run_whole = cache.pool.continues_chunks or group.starts_empty
             for part in [group.rows] if can_run_whole else group.rows.chunk(group.rows.shape[1], 1):

@@ -7,10 +7,13 @@ with states of earlier passes or earlier levels, so a layer computes them togeth
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from foredraft.kernels.mixers import NativeRuns
+from foredraft.kv.state_pool import StatePool
 from foredraft.kv.state_table import StateTable
 from foredraft.models.forward_batch import ForwardBatch, Span
 
@@ -39,30 +42,46 @@ class RunGroup:
     starts_empty: bool  # every run begins with the null state
 
 
-def plan_runs(forward_batch: ForwardBatch, table: StateTable, continues_chunks: bool = True) -> list[RunGroup]:
-    """Plan the runs of a pass and allocate their states.
+@dataclass(frozen=True)
+class RunPlan:
+    """Runs of a pass, every run after the one that computes its start state."""
+
+    runs: list[Run]
+    device: torch.device | str
+
+    @cached_property
+    def groups(self) -> list[RunGroup]:
+        """Runs of equal level and length together, in an order in which every start state exists before it is read."""
+        groups: dict[tuple[int, int], list[Run]] = {}
+        for run in self.runs:
+            groups.setdefault((run.level, run.length), []).append(run)
+        return [_make_group(groups[key], self.device) for key in sorted(groups)]
+
+    @cached_property
+    def native_runs(self) -> NativeRuns:
+        """Runs in the layout of the native code."""
+        fields = ((run.first_row, run.length, run.start_state, run.end_state) for run in self.runs)
+        return NativeRuns.pack(*zip(*fields, strict=True))
+
+
+def plan_runs(forward_batch: ForwardBatch, states: StatePool) -> RunPlan:
+    """Plan the runs of a pass, and allocate their states.
 
     Args:
         forward_batch: rows of the pass.
-        table: states of the pool.
-        continues_chunks: whether the layers compute several rows from any state in one call (`StatePool`).
-            Default True.
-
-    Returns:
-        Groups in an order in which every start state exists before it is read.
+        states: pool of the model's states.
 
     Raises:
         RuntimeError: there is no state after a token before the pass.
     """
+    table = states.get_table(forward_batch.page_size)
     runs: list[Run] = []
     offset = 0
     for span in forward_batch.spans:
-        runs += _plan_span(span, offset, table, PAGES_BETWEEN_STATES if continues_chunks else None)
+        runs += _plan_span(span, offset, table, PAGES_BETWEEN_STATES if states.continues_chunks else None)
         offset += len(span.tokens)
-    groups: dict[tuple[int, int], list[Run]] = {}
-    for run in runs:
-        groups.setdefault((run.level, run.length), []).append(run)
-    return [_make_group(groups[key], forward_batch.device) for key in sorted(groups)]
+    states.reserve(table.num_ids)
+    return RunPlan(runs, forward_batch.device)
 
 
 def _plan_span(span: Span, offset: int, table: StateTable, pages_between: int | None) -> Iterator[Run]:

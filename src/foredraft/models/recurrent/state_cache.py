@@ -4,43 +4,44 @@ transformers' recurrent layers read and write their state through `Cache`. Atten
 through it too; paged attention stores these, so here they pass unchanged.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import Cache
 
-from foredraft.kv.state_pool import StateKey, StatePool
+from foredraft.kv.state_pool import CONV, RECURRENT, StateKey, StatePool
 from foredraft.models.forward_batch import ForwardBatch
-from foredraft.models.recurrent.runs import RunGroup, plan_runs
-
-CONV, RECURRENT = "conv", "recurrent"
+from foredraft.models.recurrent.native_mixer import NativeMixer
+from foredraft.models.recurrent.runs import RunGroup, RunPlan, plan_runs
 
 
 class StateCache(Cache):  # type: ignore[misc]
     """Cache of one forward pass. A layer runs group by group: `start_group`, its forward, `end_group`."""
 
-    def __init__(self, pool: StatePool, groups: list[RunGroup]) -> None:
+    def __init__(self, pool: StatePool, plan: RunPlan, natives: Mapping[int, NativeMixer]) -> None:
         """Begin a pass.
 
         Args:
-            pool: states of the model, with memory for all states of the groups.
-            groups: runs of the pass, in order.
+            pool: states of the model, with memory for all states of the plan.
+            plan: runs of the pass.
+            natives: native code by layer.
         """
         super().__init__(layers=[])
         self.pool = pool
-        self.groups = groups
+        self.plan = plan
+        self.natives = natives
         self.attention_layer = -1  # layer of the last keys and values
         self._group: RunGroup | None = None
         self._states: dict[StateKey, Tensor] = {}  # states of the group, each [n, *size]
 
     @classmethod
-    def start_pass(cls, pool: StatePool, forward_batch: ForwardBatch) -> "StateCache":
+    def start_pass(
+        cls, pool: StatePool, forward_batch: ForwardBatch, natives: Mapping[int, NativeMixer]
+    ) -> "StateCache":
         """Plan the runs of a pass, and allocate their states."""
-        table = pool.get_table(forward_batch.page_size)
-        groups = plan_runs(forward_batch, table, pool.continues_chunks)
-        pool.reserve(table.num_ids)
-        return cls(pool, groups)
+        return cls(pool, plan_runs(forward_batch, pool), natives)
 
     def start_group(self, group: RunGroup) -> None:
         """Begin with the start states of a group."""

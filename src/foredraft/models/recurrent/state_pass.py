@@ -1,7 +1,7 @@
 """Pass through a model with recurrent layers, whose states the KV pool holds."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,12 +13,15 @@ from foredraft.models.forward_batch import ForwardBatch
 from foredraft.models.hidden_states import capture_hidden_states
 from foredraft.models.image_modules import add_layer_states, make_input
 from foredraft.models.padded_rows import PaddedRows
+from foredraft.models.recurrent.native_mixer import NativeMixer
 from foredraft.models.recurrent.state_cache import StateCache
 
 
 @dataclass(frozen=True)
 class StatePass:
     """Pass with paged attention and with states of recurrent layers: a ModulePass."""
+
+    natives: Mapping[int, NativeMixer] = field(default_factory=dict)  # native code of recurrent layers, by layer
 
     @property
     def recording_obstacle(self) -> str | None:
@@ -45,7 +48,7 @@ class StatePass:
         """Run the modules; see `ModulePass.run`."""
         assert pool.states is not None, "the model has recurrent layers, and its pool no states"
         assert isinstance(rows, ForwardBatch), "a pass with recurrent layers is not padded"
-        cache = StateCache.start_pass(pool.states, rows)
+        cache = StateCache.start_pass(pool.states, rows, self.natives)
         with add_layer_states(model, rows.images), capture_hidden_states(model, hidden_layers) as captured:
             logits: Tensor = model(
                 **make_input(model, rows.tokens, rows.images),

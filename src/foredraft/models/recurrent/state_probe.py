@@ -8,9 +8,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import Cache
 
-from foredraft.kv.state_pool import StateKey, StateShape
+from foredraft.kv.state_pool import CONV, RECURRENT, StateKey, StateShape
 from foredraft.models.recurrent.mixers import Projections
-from foredraft.models.recurrent.state_cache import CONV, RECURRENT
 
 
 class StateProbe(Cache):  # type: ignore[misc]
