@@ -214,7 +214,7 @@ KINDS = {
         )
     ),
     "qwen3_5": make_qwen_kind(
-        lambda: hf.Qwen3_5Config(text_config=TEXT | HYBRID, vision_config=QWEN_EYES, **QWEN_IDS), is_native=False
+        lambda: hf.Qwen3_5Config(text_config=TEXT | HYBRID, vision_config=QWEN_EYES, **QWEN_IDS)
     ),
     "qwen2_vl": make_qwen_kind(
         lambda: hf.Qwen2VLConfig(
