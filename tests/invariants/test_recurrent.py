@@ -356,6 +356,19 @@ def test_native_log_probabilities_do_not_depend_on_drafts_chunks_or_the_batch(fa
 
 
 @NATIVE
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("family", NATIVE_HYBRIDS)
+def test_quantised_log_probabilities_do_not_depend_on_drafts(family: str, quantization: str) -> None:
+    sampling = Sampling(temperature=0.8, seed=5, max_tokens=LENGTH, ignore_eos=True, logprobs=2)
+    found = []
+    for drafter, limits in ((None, ROOMY), ("early_exit", LIMITS)):
+        llm = LLM(make_native_model(family), drafter, limits=limits, quantization=quantization)
+        assert llm.target.runs_native
+        found.append([completion.logprobs for completion in llm.generate(PROMPTS, sampling)])
+    assert found[0] == found[1]
+
+
+@NATIVE
 @pytest.mark.parametrize("family", NATIVE_HYBRIDS)
 def test_native_states_after_random_steps_are_those_of_a_fresh_pass(family: str) -> None:
     run_random_steps(family, 200, 5, is_native=True)
