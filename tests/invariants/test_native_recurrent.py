@@ -57,7 +57,7 @@ def test_the_output_of_native_code_is_that_of_transformers(family: str, drafter:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("family", NATIVE_HYBRIDS)
 def test_native_log_probabilities_do_not_depend_on_drafts_chunks_or_the_batch(family: str, dtype: torch.dtype) -> None:
-    """To the last bit, with preemptions and prompts in chunks beside a roomy engine without drafts."""
+    """The last bit included, with preemptions and prompts in chunks beside a roomy engine without drafts."""
     sampling = Sampling(temperature=0.8, seed=5, max_tokens=LENGTH, ignore_eos=True, logprobs=2)
     model = make_native_model(family, dtype)
     plain = LLM(model, None, limits=ROOMY, fused=True).generate(PROMPTS, sampling)
