@@ -131,8 +131,8 @@ INLINE void pack_values(const query_block *b, const int32_t *slots, int lo, int 
             int fits = t == 0 || d + 16 * t < b->a->head_dim, has_x = i >= lo && i < hi, has_y = i + 1 >= lo && i + 1 < hi;
             __m512i x = fits && has_x ? load_pairs(pool, x_at + 16 * t, kind) : _mm512_setzero_si512();
             __m512i y = fits && has_y ? load_pairs(pool, y_at + 16 * t, kind) : _mm512_setzero_si512();
-            _mm512_store_si512(to + (t * 16 + i) * 16, _mm512_unpacklo_epi16(x, y));
-            _mm512_store_si512(to + ((t + 1) * 16 + i) * 16, _mm512_unpackhi_epi16(x, y));
+            _mm512_store_si512(to + (t * 32 + i) * 16, _mm512_unpacklo_epi16(x, y));
+            _mm512_store_si512(to + ((t + 1) * 32 + i) * 16, _mm512_unpackhi_epi16(x, y));
         }
     }
 }
