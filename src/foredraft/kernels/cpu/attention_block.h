@@ -213,17 +213,23 @@ static void configure_values(int queries) {
     tile_configure(&s);
 }
 
-/* Weights of a query in bf16, in place of its scores; zero where its row sees nothing. Those of the own part move. */
-static void store_weights(const query_block *b, int query, row_range range, const float *scales) {
+/* Lanes of ranks that a row sees, of the 16 from `rank` on, of which it sees some. */
+INLINE __mmask16 find_seen(row_range range, int rank) {
+    unsigned seen = 0xffff;
+    if (rank < range.from) seen = range.from - rank < 16 ? seen << (range.from - rank) : 0;
+    if (rank + 16 > range.to) seen &= 0xffffu >> (rank + 16 - range.to);
+    return (__mmask16)seen;
+}
+
+/* Weights of a query in bf16, in place of its exponentials; zero where its row sees nothing. Those of the own part move. */
+static void store_weights(const query_block *b, int query, row_range range, float factor, const float *scales) {
     float *s = b->scores + query * b->stride;
     uint16_t *w = (uint16_t *)s;
     int start = range.from / KEY_TILE * KEY_TILE, end = round_up(range.to, 16);
     for (int i = start; i < end; i += 16) {
-        __m512 x = _mm512_loadu_ps(s + i);
+        __m512 x = _mm512_mul_ps(_mm512_loadu_ps(s + i), _mm512_set1_ps(factor));
         if (scales) x = _mm512_mul_ps(x, _mm512_loadu_ps(scales + i));
-        __mmask16 is_seen = (__mmask16)(0xffffffffu >> (i + 16 > range.to ? 16 + i + 16 - range.to : 16));
-        if (i < range.from) is_seen &= (__mmask16)(0xffffu << (range.from - i < 16 ? range.from - i : 16));
-        x = _mm512_maskz_mov_ps(is_seen, x);
+        if (i < range.from || i + 16 > range.to) x = _mm512_maskz_mov_ps(find_seen(range, i), x);
         _mm256_storeu_si256((__m256i *)(w + i), round_to_bf16(x));
     }
     memset(w, 0, 2 * (size_t)start);
@@ -253,9 +259,9 @@ static void weigh_row(const query_block *b, int row) {
     for (int j = row * b->heads; j < (row + 1) * b->heads; j++) {
         float *s = b->scores + j * b->stride;
         if (is_int8) multiply_scales(s, scales[0], start, range.to);
-        softmax_of_head(a, b->rows, b->first_row + row, query_head(b, j), s + start, range.from - start,
-                        range.to - start);
-        store_weights(b, j, range, is_int8 ? scales[1] : NULL);
+        float factor = weigh_head(a, b->rows, b->first_row + row, query_head(b, j), s + start, range.from - start,
+                                  range.to - start);
+        store_weights(b, j, range, factor, is_int8 ? scales[1] : NULL);
     }
 }
 

@@ -36,42 +36,34 @@ INLINE void prefetch_head(const void *p, long at, int dim, const int kind) {
     for (int i = 0; i < dim * number_bytes(kind); i += 64) __builtin_prefetch(first + i);
 }
 
-/* In place: softmax of s * scale plus the bias by distance, with one more entry `sink`, which is not stored, or NULL.
- * Entries before `first` and from `count` on are ignored; their weights are zero.
- *
- * `ahead` keys follow the row's own. bias[0] is for all keys further back than max_distance, bias[span] for the last
- * entry's key and all after it.
- */
-static void softmax_in_place(float *s, int first, int count, float scale, float softcap, const float *bias,
-                             int max_distance, int ahead, int span, const float *sink) {
-    int padded = (count + LANES - 1) / LANES * LANES;
-    vf max = broadcast(-3e38f), total = {0};
-    for (int i = count; i < padded; i++) s[i] = 0;
-    for (int i = 0; i < padded; i += LANES) {
-        vf x = load(s + i) * scale;
-        if (softcap > 0) x = softcap * vtanh(x / softcap);
-        store(s + i, x);
-    }
-    if (bias) { /* one value for all far keys, then the table */
-        int near = count - 1 - ahead - max_distance, last = near + span < count ? near + span : count;
-        for (int i = 0; i < near && i < count; i++) s[i] += bias[0];
-        for (int i = near > 0 ? near : 0; i < last; i++) s[i] += bias[i - near];
-        for (int i = last > 0 ? last : 0; i < count; i++) s[i] += bias[span];
-    }
+/* Adds the bias by distance to `count` scores; `ahead` keys follow the row's own. bias[0] is for all keys further back than
+ * max_distance, bias[span] for the last entry's key and all after it. */
+static void add_bias(float *s, int count, const float *bias, int max_distance, int ahead, int span) {
+    int near = count - 1 - ahead - max_distance, last = near + span < count ? near + span : count;
+    for (int i = 0; i < near && i < count; i++) s[i] += bias[0];
+    for (int i = near > 0 ? near : 0; i < last; i++) s[i] += bias[i - near];
+    for (int i = last > 0 ? last : 0; i < count; i++) s[i] += bias[span];
+}
+
+/* Replaces entries before `first` and from `count` on, so that their weights are zero. */
+INLINE void hide_edges(float *s, int first, int count) {
     for (int i = 0; i < first; i++) s[i] = -3e38f;
-    for (int i = count; i < padded; i++) s[i] = -3e38f;
-    for (int i = 0; i < padded; i += LANES) max = vmax(max, load(s + i));
-    vf top = broadcast(reduce_max(max));
+    for (int i = count; i % LANES; i++) s[i] = -3e38f;
+}
+
+/* In place: e^(x - max) of the entries x; zero for hidden ones. Returns the factor that makes them weights: their sum's
+ * inverse, with one more entry `sink`, which is not stored, or NULL. */
+INLINE float exponentiate(float *s, int count, vf max, const float *sink) {
+    vf top = broadcast(reduce_max(max)), total = {0};
     if (sink) top = vmax(top, broadcast(*sink));
-    for (int i = 0; i < padded; i += LANES) {
+    for (int i = 0; i < count; i += LANES) {
         vf x = load(s + i);
         vf e = vselect(x < -2e38f, (vf){0}, vexp(x - top));
         store(s + i, e);
         total += e;
     }
     float rest = sink ? vexp(broadcast(*sink) - top)[0] : 0;
-    vf inverse = broadcast(1.0f / (reduce_sum(total) + rest));
-    for (int i = 0; i < padded; i += LANES) store(s + i, load(s + i) * inverse);
+    return 1.0f / (reduce_sum(total) + rest);
 }
 
 INLINE int bias_span(const fd_attention *a) { return a->query_rows ? 2 * a->max_distance : a->max_distance; }
@@ -82,10 +74,26 @@ INLINE const float *bias_row(const fd_attention *a, int head) {
     return a->bias ? a->bias + (long)head * (bias_span(a) + 1) : NULL;
 }
 
-INLINE void softmax_of_head(const fd_attention *a, const fd_rows *rows, int row, int head, float *s, int first,
-                            int count) {
-    softmax_in_place(s, first, count, a->scale, a->softcap, bias_row(a, head), a->max_distance, keys_ahead(a, rows, row),
-                     bias_span(a), a->sinks ? a->sinks + head : NULL);
+/* In place: exponentials of the scores of a row's keys; entries before `first` are hidden. Returns the factor that makes
+ * them weights. Entries up to a whole vector are written. */
+static float weigh_head(const fd_attention *a, const fd_rows *rows, int row, int head, float *s, int first, int count) {
+    const float *bias = bias_row(a, head), *sink = a->sinks ? a->sinks + head : NULL;
+    vf max = broadcast(-3e38f);
+    for (int i = 0; i < count; i += LANES) {
+        vf x = load(s + i) * a->scale;
+        if (a->softcap > 0) x = a->softcap * vtanh(x / a->softcap);
+        store(s + i, x);
+        if (!bias && i >= first && i + LANES <= count) max = vmax(max, x);
+    }
+    if (bias) add_bias(s, count, bias, a->max_distance, keys_ahead(a, rows, row), bias_span(a));
+    hide_edges(s, first, count);
+    int inner = first / LANES * LANES, last = count / LANES * LANES;
+    if (!bias) { /* vectors at the edges were left out */
+        if (inner < first) max = vmax(max, load(s + inner));
+        if (last < count) max = vmax(max, load(s + last));
+    }
+    for (int i = 0; bias && i < count; i += LANES) max = vmax(max, load(s + i));
+    return exponentiate(s, count, max, sink);
 }
 
 /* Multiplies an entry for every key by the key's scale in an int8 pool. */

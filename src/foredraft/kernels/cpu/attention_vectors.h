@@ -121,7 +121,8 @@ INLINE void attend_float(const fd_attention *a, const fd_rows *rows, int row, in
         for (int h = 0; h < heads; h++) {
             float *s = weight + (g + h) * ranks;
             if (kind == FD_KV_INT8) apply_scales(a, a->keys, slots, count, kv_head, s);
-            softmax_of_head(a, rows, row, kv_head * v.group + g + h, s, 0, count);
+            vf factor = broadcast(weigh_head(a, rows, row, kv_head * v.group + g + h, s, 0, count));
+            for (int i = 0; i < count; i += LANES) store(s + i, load(s + i) * factor);
             if (kind == FD_KV_INT8) apply_scales(a, a->values, slots, count, kv_head, s);
         }
         for (int d = 0; d < dim; d += dim - d >= VALUE_BLOCK ? VALUE_BLOCK : 16) {
@@ -183,11 +184,11 @@ INLINE void sum_values_bf16(const uint16_t *weight, long weight_stride, const ui
     }
 }
 
-/* In place: `count` weights as bf16 at the start of their floats; after an odd count a zero follows. */
-INLINE void convert_weights_to_bf16(float *s, int count) {
+/* In place: `count` weights, times a factor, as bf16 at the start of their floats; after an odd count a zero follows. */
+INLINE void convert_weights_to_bf16(float *s, int count, float factor) {
     uint16_t *to = (uint16_t *)s;
     int padded = (count + LANES - 1) / LANES * LANES;
-    for (int i = 0; i < padded; i += LANES) store_bf16(to + i, load(s + i));
+    for (int i = 0; i < padded; i += LANES) store_bf16(to + i, load(s + i) * factor);
     if (count & 1) to[count] = 0;
 }
 
@@ -219,8 +220,8 @@ static void attend_bf16(const fd_attention *a, const fd_rows *rows, int row, int
             switch (heads) { SCORE_BF16(1) SCORE_BF16(2) SCORE_BF16(3) SCORE_BF16(4) }
         }
         for (int h = 0; h < heads; h++) {
-            softmax_of_head(a, rows, row, kv_head * v.group + g + h, weight + (g + h) * ranks, 0, count);
-            convert_weights_to_bf16(weight + (g + h) * ranks, count);
+            float *s = weight + (g + h) * ranks;
+            convert_weights_to_bf16(s, count, weigh_head(a, rows, row, kv_head * v.group + g + h, s, 0, count));
         }
         const uint16_t *bf16_weights = (const uint16_t *)(weight + g * ranks);
         for (int d = 0; d < dim; d += dim - d >= VALUE_BLOCK ? VALUE_BLOCK : 32) {
