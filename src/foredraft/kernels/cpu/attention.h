@@ -5,6 +5,7 @@
 #include "attention_block.h"
 #include "attention_tiles.h"
 #include "attention_vectors.h"
+#include "attention_weights.h"
 #include "team.h"
 
 #if HAS_TILE_ATTENTION

@@ -1,4 +1,4 @@
-/* A block of queries that share a key head, for attention_tiles.h: what its rows see, packed queries, and weights. */
+/* A block of queries that share a key head, for attention_tiles.h: what its rows see, and packed queries. */
 #ifndef FD_ATTENTION_BLOCK_H
 #define FD_ATTENTION_BLOCK_H
 
@@ -211,64 +211,6 @@ static void configure_values(int queries) {
         set_shape(&s, t, t > 5 ? TILE_ROWS : is_second ? second : first, TILE_BYTES);
     }
     tile_configure(&s);
-}
-
-/* Lanes of ranks that a row sees, of the 16 from `rank` on, of which it sees some. */
-INLINE __mmask16 find_seen(row_range range, int rank) {
-    unsigned seen = 0xffff;
-    if (rank < range.from) seen = range.from - rank < 16 ? seen << (range.from - rank) : 0;
-    if (rank + 16 > range.to) seen &= 0xffffu >> (rank + 16 - range.to);
-    return (__mmask16)seen;
-}
-
-/* Weights of a query in bf16, in place of its exponentials; zero where its row sees nothing. Those of the own part move. */
-static void store_weights(const query_block *b, int query, row_range range, float factor, const float *scales) {
-    float *s = b->scores + query * b->stride;
-    uint16_t *w = (uint16_t *)s;
-    int start = range.from / KEY_TILE * KEY_TILE, end = round_up(range.to, 16);
-    for (int i = start; i < end; i += 16) {
-        __m512 x = _mm512_mul_ps(_mm512_loadu_ps(s + i), _mm512_set1_ps(factor));
-        if (scales) x = _mm512_mul_ps(x, _mm512_loadu_ps(scales + i));
-        if (i < range.from || i + 16 > range.to) x = _mm512_maskz_mov_ps(find_seen(range, i), x);
-        _mm256_storeu_si256((__m256i *)(w + i), round_to_bf16(x));
-    }
-    memset(w, 0, 2 * (size_t)start);
-    memset(w + end, 0, 2 * (size_t)(b->padded - end));
-    if (range.own >= range.to) return;
-    memcpy(w + b->padded + range.own, w + range.own, 2 * (size_t)(b->padded - range.own));
-    memset(w + range.own, 0, 2 * (size_t)(b->padded - range.own));
-}
-
-INLINE void multiply_scales(float *s, const float *scales, int from, int to) {
-    for (int i = from; i < to; i++) s[i] *= scales[i];
-}
-
-/* Softmax of the scores of a row's queries, then their weights. */
-static void weigh_row(const query_block *b, int row) {
-    const fd_attention *a = b->a;
-    row_range range = b->ranges[row];
-    int start = range.from / KEY_TILE * KEY_TILE, is_int8 = a->kv_kind == FD_KV_INT8;
-    const float *scales[2] = {b->scales[0], b->scales[1]};
-    if (has_own_part(b, row)) fill_own_slots(b, row);
-    for (int i = 0; is_int8 && has_own_part(b, row) && i < 2; i++) {
-        float *own = b->own_scales + i * b->padded;
-        memcpy(own, scales[i], 4 * (size_t)range.own);
-        fill_scales(b, i ? a->values : a->keys, b->own_slots, range.own, round_up(range.to, 16), own);
-        scales[i] = own;
-    }
-    for (int j = row * b->heads; j < (row + 1) * b->heads; j++) {
-        float *s = b->scores + j * b->stride;
-        if (is_int8) multiply_scales(s, scales[0], start, range.to);
-        float factor = weigh_head(a, b->rows, b->first_row + row, query_head(b, j), s + start, range.from - start,
-                                  range.to - start);
-        store_weights(b, j, range, factor, is_int8 ? scales[1] : NULL);
-    }
-}
-
-static void weigh_block(const query_block *b) {
-    for (int i = 0; b->a->kv_kind == FD_KV_INT8 && i < 2; i++)
-        fill_scales(b, i ? b->a->values : b->a->keys, b->slots, b->lo / KEY_TILE * KEY_TILE, b->padded, b->scales[i]);
-    for (int r = 0; r < b->num_rows; r++) weigh_row(b, r);
 }
 
 #else

@@ -71,9 +71,13 @@ INLINE void sum_scores(const query_block *b, const int32_t *slots, const uint32_
     finish_stores();
 }
 
-INLINE void prefetch_tile(const query_block *b, const void *pool, const int32_t *slots, int d, int width,
-                          const int kind) {
-    for (int i = 0; i < KEY_TILE; i++) prefetch_head(pool, find_number(b, slots[i]) + d, width, kind);
+INLINE void prefetch_keys(const query_block *b, const int32_t *slots, const int kind) {
+    const char *first = (const char *)b->a->keys + find_number(b, 0) * number_bytes(kind);
+    const long stride = find_stride(b) * number_bytes(kind);
+    for (int line = 0; line < b->a->head_dim * number_bytes(kind); line += 64) {
+        _Pragma("GCC unroll 8") for (int i = 0; i < KEY_TILE; i++)
+            __builtin_prefetch(first + slots[i] * stride + line);
+    }
 }
 
 /* Scores of a row's own part. */
@@ -90,20 +94,24 @@ INLINE void score_own_part(const query_block *b, int row, const uint32_t *q, con
     }
 }
 
-INLINE void score_tiles(const query_block *b, const uint32_t *q, const int kind, const int two) {
-    float sums[4][TILE_WORDS] __attribute__((aligned(64)));
-    int queries = count_queries(b);
-    for (int rank = 0; rank < b->padded; rank += KEY_TILE) {
-        if (rank + KEY_TILE < b->padded)
-            prefetch_tile(b, b->a->keys, b->slots + rank + KEY_TILE, 0, b->a->head_dim, kind);
-        sum_scores(b, b->slots + rank, q, sums, kind, two);
-        for (int j = 0; j < queries; j += 4) {
-            const float *from = sums[j / TILE_ROWS * 2] + j % TILE_ROWS;
-            float *to = b->scores + j * b->stride + rank;
-            transpose_four(from, TILE_ROWS, to, b->stride);
-            transpose_four(from + TILE_WORDS, TILE_ROWS, to + TILE_ROWS, b->stride);
-        }
+INLINE void write_scores(const query_block *b, float sums[4][TILE_WORDS], int rank) {
+    for (int j = 0; j < count_queries(b); j += 4) {
+        const float *from = sums[j / TILE_ROWS * 2] + j % TILE_ROWS;
+        float *to = b->scores + j * b->stride + rank;
+        transpose_four(from, TILE_ROWS, to, b->stride);
+        transpose_four(from + TILE_WORDS, TILE_ROWS, to + TILE_ROWS, b->stride);
     }
+}
+
+INLINE void score_tiles(const query_block *b, const uint32_t *q, const int kind, const int two) {
+    float sums[2][4][TILE_WORDS] __attribute__((aligned(64)));
+    for (int rank = 0; rank < b->padded; rank += KEY_TILE) {
+        int i = rank / KEY_TILE & 1;
+        if (rank + KEY_TILE < b->padded) prefetch_keys(b, b->slots + rank + KEY_TILE, kind);
+        sum_scores(b, b->slots + rank, q, sums[i], kind, two);
+        if (rank) write_scores(b, sums[!i], rank - KEY_TILE); /* the tiles just stored are not yet in the cache */
+    }
+    write_scores(b, sums[b->padded / KEY_TILE & 1 ? 0 : 1], b->padded - KEY_TILE);
     for (int r = 0; r < b->num_rows; r++)
         if (has_own_part(b, r)) score_own_part(b, r, q, kind, two);
 }
@@ -121,20 +129,33 @@ static void score_block(const query_block *b) {
 }
 
 /* Values of KEY_TILE keys and 16 T columns from `d` on, as T tiles, in the order of the processor's interleaving. Columns
- * after the head, and ranks before `lo` and from `hi` on, are zero. */
-INLINE void pack_values(const query_block *b, const int32_t *slots, int lo, int hi, int d, uint16_t *to, const int kind,
-                        const int T) {
-    const void *pool = b->a->values;
+ * after the head, and ranks before `lo` and from `hi` on, are zero. Values of slots[i + ahead] are prefetched. */
+INLINE void pack_values(const query_block *b, const int32_t *slots, int lo, int hi, int ahead, int d, uint16_t *to,
+                        const int kind, const int T) {
+    const char *pool = (const char *)b->a->values + (find_number(b, 0) + d) * number_bytes(kind);
+    const long stride = find_stride(b) * number_bytes(kind);
+    const int T_fitting = T > 2 && d + 32 >= b->a->head_dim ? 2 : T;
     for (int i = 0; i < KEY_TILE; i += 2) {
-        long x_at = find_number(b, slots[i]) + d, y_at = find_number(b, slots[i + 1]) + d;
+        const char *x_at = pool + slots[i] * stride, *y_at = pool + slots[i + 1] * stride;
+        int has_x = i >= lo && i < hi, has_y = i + 1 >= lo && i + 1 < hi;
         _Pragma("GCC unroll 2") for (int t = 0; t < T; t += 2) {
-            int fits = t == 0 || d + 16 * t < b->a->head_dim, has_x = i >= lo && i < hi, has_y = i + 1 >= lo && i + 1 < hi;
-            __m512i x = fits && has_x ? load_pairs(pool, x_at + 16 * t, kind) : _mm512_setzero_si512();
-            __m512i y = fits && has_y ? load_pairs(pool, y_at + 16 * t, kind) : _mm512_setzero_si512();
+            __m512i x = t < T_fitting && has_x ? load_pairs(x_at, 16 * t, kind) : _mm512_setzero_si512();
+            __m512i y = t < T_fitting && has_y ? load_pairs(y_at, 16 * t, kind) : _mm512_setzero_si512();
             _mm512_store_si512(to + (t * 32 + i) * 16, _mm512_unpacklo_epi16(x, y));
             _mm512_store_si512(to + ((t + 1) * 32 + i) * 16, _mm512_unpackhi_epi16(x, y));
+            if (t * number_bytes(kind) * 16 % 64 == 0) {
+                __builtin_prefetch(pool + slots[i + ahead] * stride + t * 16 * number_bytes(kind));
+                __builtin_prefetch(pool + slots[i + 1 + ahead] * stride + t * 16 * number_bytes(kind));
+            }
         }
     }
+}
+
+/* Values of the block's keys from `rank` on. */
+INLINE void pack_tile(const query_block *b, int rank, int d, uint16_t *to, const int kind, const int T) {
+    int lo = b->lo - rank, hi = b->hi - rank, ahead = rank + KEY_TILE < b->padded ? KEY_TILE : 0;
+    if (lo <= 0 && hi >= KEY_TILE) pack_values(b, b->slots + rank, 0, KEY_TILE, ahead, d, to, kind, T);
+    else pack_values(b, b->slots + rank, lo, hi, ahead, d, to, kind, T);
 }
 
 /* Adds weights [queries, KEY_TILE] times packed values to the sums: 32 columns of two tiles of queries, or 64 of one. */
@@ -165,7 +186,8 @@ INLINE void add_own_part(const query_block *b, int row, int d, const int kind, c
     row_range range = b->ranges[row];
     fill_own_slots(b, row);
     for (int rank = range.own; rank < range.to; rank += KEY_TILE) {
-        pack_values(b, b->own_slots + rank, range.from - rank, range.to - rank, d, values, kind, two ? 2 : 4);
+        pack_values(b, b->own_slots + rank, range.from - rank, range.to - rank, 0, d, values, kind,
+                    two ? 2 : 4);
         for (int j = row * b->heads; j < (row + 1) * b->heads; j++)
             memcpy(weights + j * KEY_TILE, find_weights(b, j) + b->padded + rank, TILE_BYTES);
         add_values(weights, TILE_BYTES, values, two);
@@ -180,14 +202,11 @@ INLINE void sum_columns(const query_block *b, int d, const int kind, const int t
     tile_zero(1);
     tile_zero(2);
     tile_zero(3);
+    pack_tile(b, 0, d, values[0], kind, columns);
     for (int rank = 0; rank < b->padded; rank += KEY_TILE) {
-        uint16_t *to = values[rank / KEY_TILE & 1];
-        if (rank + KEY_TILE < b->padded)
-            prefetch_tile(b, b->a->values, b->slots + rank + KEY_TILE, d, 16 * columns, kind);
-        int lo = b->lo - rank, hi = b->hi - rank;
-        if (lo <= 0 && hi >= KEY_TILE) pack_values(b, b->slots + rank, 0, KEY_TILE, d, to, kind, columns);
-        else pack_values(b, b->slots + rank, lo, hi, d, to, kind, columns);
-        add_values(find_weights(b, 0) + rank, 4 * b->stride, to, two);
+        int i = rank / KEY_TILE & 1, next = rank + KEY_TILE;
+        if (next < b->padded) pack_tile(b, next, d, values[!i], kind, columns);
+        add_values(find_weights(b, 0) + rank, 4 * b->stride, values[i], two);
     }
     for (int r = 0; r < b->num_rows; r++)
         if (has_own_part(b, r)) add_own_part(b, r, d, kind, two);
