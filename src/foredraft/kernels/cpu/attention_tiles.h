@@ -13,6 +13,8 @@
 
 #if HAS_TILE_ATTENTION
 
+enum { PREFETCH_VALUES = 16 }; /* keys ahead */
+
 /* 16 keys in bf16. */
 typedef struct {
     const char *at;
@@ -71,11 +73,12 @@ INLINE void sum_scores(const query_block *b, const int32_t *slots, const uint32_
     finish_stores();
 }
 
-INLINE void prefetch_keys(const query_block *b, const int32_t *slots, const int kind) {
-    const char *first = (const char *)b->a->keys + find_number(b, 0) * number_bytes(kind);
+/* Prefetches 16 keys: pages' keys fall on few lines of the first cache, so more would drive each other out. */
+INLINE void prefetch_slots(const query_block *b, const void *pool, const int32_t *slots, const int kind) {
+    const char *first = (const char *)pool + find_number(b, 0) * number_bytes(kind);
     const long stride = find_stride(b) * number_bytes(kind);
     for (int line = 0; line < b->a->head_dim * number_bytes(kind); line += 64) {
-        _Pragma("GCC unroll 8") for (int i = 0; i < KEY_TILE; i++)
+        _Pragma("GCC unroll 16") for (int i = 0; i < TILE_ROWS; i++)
             __builtin_prefetch(first + slots[i] * stride + line);
     }
 }
@@ -107,8 +110,10 @@ INLINE void score_tiles(const query_block *b, const uint32_t *q, const int kind,
     float sums[2][4][TILE_WORDS] __attribute__((aligned(64)));
     for (int rank = 0; rank < b->padded; rank += KEY_TILE) {
         int i = rank / KEY_TILE & 1;
-        if (rank + KEY_TILE < b->padded) prefetch_keys(b, b->slots + rank + KEY_TILE, kind);
+        int has_next = rank + KEY_TILE < b->padded;
+        if (has_next) prefetch_slots(b, b->a->keys, b->slots + rank + KEY_TILE, kind);
         sum_scores(b, b->slots + rank, q, sums[i], kind, two);
+        if (has_next) prefetch_slots(b, b->a->keys, b->slots + rank + KEY_TILE + TILE_ROWS, kind);
         if (rank) write_scores(b, sums[!i], rank - KEY_TILE); /* the tiles just stored are not yet in the cache */
     }
     write_scores(b, sums[b->padded / KEY_TILE & 1 ? 0 : 1], b->padded - KEY_TILE);
@@ -119,6 +124,7 @@ INLINE void score_tiles(const query_block *b, const uint32_t *q, const int kind,
 static void score_block(const query_block *b) {
     uint32_t q[2 * b->a->head_dim / 32 * TILE_WORDS] __attribute__((aligned(64)));
     int queries = count_queries(b), kind = b->a->kv_kind;
+    prefetch_slots(b, b->a->keys, b->slots, kind);
     pack_queries(b, q);
     configure_scores(queries);
     if (kind == FD_KV_INT8 && queries > TILE_ROWS) score_tiles(b, q, FD_KV_INT8, 1);
@@ -126,6 +132,7 @@ static void score_block(const query_block *b) {
     else if (queries > TILE_ROWS) score_tiles(b, q, FD_KV_BF16, 1);
     else score_tiles(b, q, FD_KV_BF16, 0);
     tile_release();
+    prefetch_slots(b, b->a->values, b->slots, kind);
 }
 
 /* Values of KEY_TILE keys and 16 T columns from `d` on, as T tiles, in the order of the processor's interleaving. Columns
@@ -153,7 +160,7 @@ INLINE void pack_values(const query_block *b, const int32_t *slots, int lo, int 
 
 /* Values of the block's keys from `rank` on. */
 INLINE void pack_tile(const query_block *b, int rank, int d, uint16_t *to, const int kind, const int T) {
-    int lo = b->lo - rank, hi = b->hi - rank, ahead = rank + KEY_TILE < b->padded ? KEY_TILE : 0;
+    int lo = b->lo - rank, hi = b->hi - rank, ahead = rank + KEY_TILE < b->padded ? PREFETCH_VALUES : 0;
     if (lo <= 0 && hi >= KEY_TILE) pack_values(b, b->slots + rank, 0, KEY_TILE, ahead, d, to, kind, T);
     else pack_values(b, b->slots + rank, lo, hi, ahead, d, to, kind, T);
 }
