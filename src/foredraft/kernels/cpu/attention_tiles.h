@@ -81,6 +81,8 @@ INLINE void prefetch_slots(const query_block *b, const void *pool, const int32_t
         _Pragma("GCC unroll 16") for (int i = 0; i < TILE_ROWS; i++)
             __builtin_prefetch(first + slots[i] * stride + line);
     }
+    for (int i = 0; i < TILE_ROWS && kind == FD_KV_INT8; i++) /* slots of codes start anywhere in a line */
+        __builtin_prefetch(first + slots[i] * stride + b->a->head_dim - 1);
 }
 
 /* Scores of a row's own part. */
@@ -153,6 +155,10 @@ INLINE void pack_values(const query_block *b, const int32_t *slots, int lo, int 
             if (t * number_bytes(kind) * 16 % 64 == 0) {
                 __builtin_prefetch(pool + slots[i + ahead] * stride + t * 16 * number_bytes(kind));
                 __builtin_prefetch(pool + slots[i + 1 + ahead] * stride + t * 16 * number_bytes(kind));
+            }
+            if (kind == FD_KV_INT8 && t + 2 == T) {
+                __builtin_prefetch(pool + slots[i + ahead] * stride + 16 * T - 1);
+                __builtin_prefetch(pool + slots[i + 1 + ahead] * stride + 16 * T - 1);
             }
         }
     }
