@@ -130,9 +130,9 @@ class States:
     recurrent: Tensor | None
 
     @classmethod
-    def make(cls, kernel: MixerKernel) -> "States":
+    def make(cls, kernel: MixerKernel, count: int = NUM_STATES) -> "States":
         size = kernel.state_size
-        return cls(torch.zeros(NUM_STATES, *kernel.conv_size), None if size is None else torch.zeros(NUM_STATES, *size))
+        return cls(torch.zeros(count, *kernel.conv_size), None if size is None else torch.zeros(count, *size))
 
 
 Run = tuple[int, int, int, int]  # first row, number of rows, start state, end state
@@ -261,6 +261,29 @@ def test_bits_do_not_depend_on_runs_or_other_rows(name: str) -> None:
     for row in range(NUM_ROWS):
         path = rows[list_rows_before(TREE, row)]
         assert torch.equal(run_kernel(kernel, path, [(0, len(path), 0, 1)])[-1], tree[row])
+
+
+@pytest.mark.parametrize("name", ["delta, as published", "mamba, as published"])
+def test_more_states_than_a_member_keeps_are_read_from_the_pool(name: str) -> None:
+    """A level of 40 nodes, each of which has a child in the next one."""
+    kernel, width = make_kernel(name), 40
+    rows = make_normal(1 + 2 * width, SHAPES[name].width, seed=8)
+    level = [(1 + i, 1, 1, 2 + i) for i in range(width)]
+    next_level = [(1 + width + i, 1, 2 + i, 2 + width + i) for i in range(width)]
+    runs = [(0, 1, 0, 1), *level, *next_level]
+    out = run_kernel(kernel, rows, runs, States.make(kernel, 2 + 2 * width))
+    for i in range(width):
+        path = [0, 1 + i, 1 + width + i]
+        assert torch.equal(run_kernel(kernel, rows[path], [(0, 3, 0, 1)]), out[path])
+
+
+def test_slots_are_used_again_after_their_last_reader() -> None:
+    *_, slots, start_slots = NativeRuns.pack(*zip(*CHAIN, strict=True)).numbers.tolist()
+    assert slots == [0] * (NUM_ROWS - 1) + [-1]
+    assert start_slots == [-1] + [0] * (NUM_ROWS - 1)
+    *_, slots, start_slots = NativeRuns.pack(*zip(*TREE, strict=True)).numbers.tolist()
+    assert slots == [0, 1, -1, 1, -1, -1, 0, -1, -1]
+    assert start_slots == [-1, 0, 0, 1, 1, 0, -1, 0, 0]
 
 
 @EACH

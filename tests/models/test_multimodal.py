@@ -59,6 +59,7 @@ KINDS: dict[str, Callable[[], Any]] = {
 }
 NATIVE = {
     "gemma3",
+    "qwen3_5",
     "llava",
     "mistral3",
     "qwen2_5_vl",

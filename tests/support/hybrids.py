@@ -161,6 +161,7 @@ NATIVE_HYBRIDS: dict[str, Callable[[], Any]] = {
         "GraniteMoeHybridConfig", TINY, MAMBA, num_hidden_layers=2, layer_types=PAIR, num_local_experts=0,
         shared_intermediate_size=48, hidden_size=64, mamba_expand=1,
     ),
+    "qwen3_next": _configure("Qwen3NextConfig", TINY, WIDE_DELTA, MOE, num_hidden_layers=2, hidden_size=64),
     "lfm2": _configure(
         "Lfm2Config", TINY, num_hidden_layers=2, layer_types=["conv", "full_attention"], hidden_size=64
     ),
