@@ -17,7 +17,7 @@ from foredraft.bench.report import BenchReport, ReportTable, describe_machine, f
 from foredraft.errors import ForedraftError
 from foredraft.kernels import arena
 from foredraft.kernels.arena import Arena
-from foredraft.kernels.attention import attend
+from foredraft.kernels.attention import attend, pack_codes
 from foredraft.kernels.cpu.library import NativeLibrary, load_library
 from foredraft.kernels.linear import PackedWeight, linear
 from foredraft.kernels.quantize import select_packers
@@ -27,6 +27,7 @@ from foredraft.models.forward_batch import ForwardBatch, Span
 COLD_BYTES = 256 << 20  # bytes of weights that are multiplied in turn, more than a cache holds
 READ_BYTES = 512 << 20  # bytes per measurement of the bandwidth
 WEIGHT_KINDS = {"bfloat16": None, "float32": None, "int8": "int8", "int4": "int4"}
+KEY_KINDS = ("bfloat16", "int8")  # formats of keys and values
 PAGE_SIZE = 16  # slots of a KV page
 ATTENTION_REPEATS = 4  # measurements of attention per round
 
@@ -67,10 +68,11 @@ class LinearTiming:
 class AttentionTiming:
     """Median time of attention over a context."""
 
+    keys: str  # format of keys and values
     context: int
     rows: int
     microseconds: float
-    over_torch: float  # time of torch over that of the kernel
+    over_torch: float  # time of torch, with keys and values in bfloat16, over that of the kernel
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,8 @@ def run(plan: KernelBenchPlan, on_progress: Callable[[str], None] = lambda title
     attention_timings = []
     for context in plan.contexts:
         on_progress(f"attention to {context} tokens")
-        attention_timings += [_measure_attention(plan, context, rows) for rows in plan.rows]
+        for rows in plan.rows:
+            attention_timings += _measure_attention(plan, context, rows)
     return _build_report(native, plan, bandwidth, linear_timings, attention_timings)
 
 
@@ -174,7 +177,7 @@ def _multiply_all(product: Callable[..., Tensor], x: Tensor, weights: "list[Pack
         product(x, weight)
 
 
-def _measure_attention(plan: KernelBenchPlan, context: int, rows: int) -> AttentionTiming:
+def _measure_attention(plan: KernelBenchPlan, context: int, rows: int) -> Iterator[AttentionTiming]:
     heads, kv_heads, width = plan.heads
     pages = list(range(1, 2 + -(-(context + rows) // PAGE_SIZE)))
     slots = (pages[-1] + 1) * PAGE_SIZE
@@ -184,16 +187,20 @@ def _measure_attention(plan: KernelBenchPlan, context: int, rows: int) -> Attent
     used_slots = slice(PAGE_SIZE, PAGE_SIZE + context + rows)
     mask = torch.ones(rows, context + rows, dtype=torch.bool).tril(context)
     q, k, v = (x.transpose(0, 1)[None] for x in (query, keys[used_slots], values[used_slots]))
+    pools = {"bfloat16": (keys, values), "int8": (pack_codes(keys), pack_codes(values))}
 
     def attend_with_torch() -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
 
-    times = []
+    times: dict[str, list[float]] = {name: [] for name in (*KEY_KINDS, "torch")}
     for _ in range(ATTENTION_REPEATS * plan.rounds):
-        native_seconds = _time_call(lambda: attend(query, keys, values, packed, width**-0.5))
-        times.append((native_seconds, _time_call(attend_with_torch)))
-    native_seconds, torch_seconds = (statistics.median(column) for column in zip(*times, strict=True))
-    return AttentionTiming(context, rows, native_seconds * 1e6, torch_seconds / native_seconds)
+        for kind in KEY_KINDS:
+            seconds = _time_call(lambda kind=kind: attend(query, *pools[kind], packed, width**-0.5))  # type: ignore[misc]
+            times[kind].append(seconds)
+        times["torch"].append(_time_call(attend_with_torch))
+    medians = {name: statistics.median(seconds) for name, seconds in times.items()}
+    for kind in KEY_KINDS:
+        yield AttentionTiming(kind, context, rows, medians[kind] * 1e6, medians["torch"] / medians[kind])
 
 
 def _build_report(
@@ -210,8 +217,8 @@ def _build_report(
         "is of the bandwidth measured between the products",
         _describe_tunings(tune_products(native)),
         f"{COLD_BYTES >> 20} MB of weights take turns, so that no cache holds them; medians of {plan.rounds} rounds",
-        f"attention of {plan.heads[0]} heads on {plan.heads[1]}, {plan.heads[2]} wide, in bfloat16; torch gets "
-        "contiguous keys, the kernel reads pages",
+        f"attention of {plan.heads[0]} heads on {plan.heads[1]}, {plan.heads[2]} wide, queries in bfloat16; torch gets "
+        "contiguous keys in bfloat16, the kernel reads pages",
     )
     linear_rows = tuple(
         (
@@ -228,11 +235,12 @@ def _build_report(
     )
     header = ("weights", "shape", "rows", "us", "GB/s", "of memory", "T(rows) / T(1)", "torch takes")
     attention_rows = tuple(
-        (str(m.context), str(m.rows), f"{m.microseconds:.0f}", f"{m.over_torch:.2f}x") for m in attention_timings
+        (m.keys, str(m.context), str(m.rows), f"{m.microseconds:.0f}", f"{m.over_torch:.2f}x")
+        for m in attention_timings
     )
     tables = (
         ReportTable("Products", header, linear_rows, 3),
-        ReportTable("Attention", ("context", "rows", "us", "torch takes"), attention_rows, 2),
+        ReportTable("Attention", ("keys", "context", "rows", "us", "torch takes"), attention_rows, 3),
     )
     data = {
         "machine": facts,

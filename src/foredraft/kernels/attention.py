@@ -9,6 +9,7 @@ from foredraft.kernels.cpu.records import KV_KINDS, AttentionRecord
 from foredraft.kernels.rows import PackedRows
 
 HEAD_DIM_MULTIPLE = 16  # head widths are whole vectors
+MAX_CODE, MIN_SCALE = 127, 1e-32  # of int8 keys and values
 
 
 def can_attend(query: Tensor, keys: Tensor, values: Tensor) -> bool:
@@ -23,15 +24,24 @@ def can_attend(query: Tensor, keys: Tensor, values: Tensor) -> bool:
     )
 
 
+def pack_codes(x: Tensor) -> Tensor:
+    """Return numbers [S, Hkv, D] as slots of an int8 pool [S, Hkv, D + 4]: codes of all heads, then their scales."""
+    scale = x.float().abs().amax(-1) / MAX_CODE  # [S, Hkv]
+    codes = (x / scale.clamp_min(MIN_SCALE)[..., None]).round().to(torch.int8)
+    slots = torch.cat([codes.flatten(1), scale.contiguous().view(torch.int8)], 1)
+    return slots.view(*x.shape[:2], x.shape[2] + scale.element_size())
+
+
 def attend(
     query: Tensor,  # [T, Hq, D]
-    keys: Tensor,  # [S, Hkv, D]
-    values: Tensor,  # [S, Hkv, D]
+    keys: Tensor,  # [S, Hkv, D], or int8 slots [S, Hkv, D + 4] as of pack_codes
+    values: Tensor,  # as keys
     rows: PackedRows,
     scale: float,
     sliding: int = 0,  # keys a row sees at most; 0 = all
     softcap: float = 0.0,  # 0 = none
     bias: Tensor | None = None,  # [Hq, far + 1] float32, added to keys far, ..., 1, 0 ranks back; entry 0 also beyond
+    sinks: Tensor | None = None,  # [Hq] float32, score of a key without a value
 ) -> Tensor:
     """Compute attention [T, Hq, D] float32 without copying keys. Raises ForedraftError without native kernels."""
     native = load_library()
@@ -53,6 +63,7 @@ def attend(
         softcap,
         None if bias is None else bias.data_ptr(),
         0 if bias is None else bias.shape[1] - 1,
+        None if sinks is None else sinks.data_ptr(),
     )
     native.sync_threads()
     scratch = torch.empty(native.handle.fd_attend_scratch(job, rows.record), dtype=torch.uint8)
@@ -69,6 +80,7 @@ def attend_reference(
     sliding: int = 0,
     softcap: float = 0.0,
     bias: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute `attend` row by row in float64 torch."""
     shared = query.shape[1] // keys.shape[1]
@@ -83,5 +95,7 @@ def attend_reference(
             far = bias.shape[1] - 1
             back = torch.arange(len(slots) - 1, -1, -1).clamp_max(far)
             scores = scores + bias[:, far - back]
-        out.append(torch.einsum("hl,lhd->hd", scores.softmax(-1), v))
+        if sinks is not None:
+            scores = torch.cat([scores, sinks[:, None].double()], 1)
+        out.append(torch.einsum("hl,lhd->hd", scores.softmax(-1)[:, : len(slots)], v))
     return torch.stack(out).float()

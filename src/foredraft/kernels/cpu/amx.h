@@ -22,6 +22,9 @@ typedef struct {
     uint8_t rows[16];
 } tile_shapes;
 
+/* Completes earlier stores: gcc's tile instructions do not declare the memory they read. */
+INLINE void finish_stores(void) { __asm__ volatile("" : : : "memory"); }
+
 #if HAS_TILES && !defined(FD_AMX_EMULATED)
 
 INLINE void tile_configure(const tile_shapes *s) {

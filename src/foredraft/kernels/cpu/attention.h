@@ -1,332 +1,112 @@
-/* Attention of one row and one key head over paged KV.
- *
- * A row sees keys by rank: the committed tokens through the page table, then its own path in the token tree. The order,
- * and so every bit of the result, equals that of decoding the same sequence one token at a time.
- */
+/* Attention of all rows of a pass over paged KV, in blocks of rows of one request. */
 #ifndef FD_ATTENTION_H
 #define FD_ATTENTION_H
 
-#include "foredraft.h"
-#include "kv.h"
-#include "simd.h"
+#include "attention_block.h"
+#include "attention_tiles.h"
+#include "attention_vectors.h"
+#include "attention_weights.h"
+#include "team.h"
 
-#define KEY_BLOCK 16    /* keys scored at a time */
-#define HEAD_BLOCK 4    /* query heads that share one read of a key */
-#define PREFETCH_KEYS 8 /* keys whose values are prefetched before their use */
-#define VALUE_BLOCK 64  /* columns of the values summed at a time */
+#if HAS_TILE_ATTENTION
 
-INLINE long attention_scratch(const fd_rows *rows, int group) { /* bytes per thread */
-    long ranks = (rows->max_keys + KEY_BLOCK - 1) / KEY_BLOCK * KEY_BLOCK;
-    return (ranks * 4 * (1 + group) + 63) / 64 * 64 + 64;
+INLINE int can_use_blocks(const fd_attention *a) { return a->kv_kind != FD_KV_F32 && a->head_dim % 32 == 0; }
+INLINE long block_ranks(const fd_rows *rows) { return (rows->max_keys + KEY_TILE - 1l) / KEY_TILE * KEY_TILE + KEY_TILE; }
+
+/* Most queries of a block. */
+INLINE int limit_queries(const fd_rows *rows, int group) {
+    long fitting = MAX_SCORE_BYTES / (4 * (block_ranks(rows) + QUERY_PADDING));
+    int least = group < BLOCK_QUERIES ? group : BLOCK_QUERIES;
+    return fitting < least ? least : fitting > BLOCK_QUERIES ? BLOCK_QUERIES : (int)fitting;
 }
 
-/* Slots of the keys from rank `from` to `to` of the row's sequence. */
-INLINE void find_slots(const fd_rows *rows, int row, int from, int to, int32_t *slots) {
-    const int32_t *pages = rows->pages + rows->page_offset[row], *path = rows->path_slots + rows->path_offset[row];
-    int num_committed = rows->num_committed[row], size = rows->page_size, rank = from;
-    while (rank < to && rank < num_committed) {
-        int page = rank / size, end = (page + 1) * size;
-        if (end > num_committed) end = num_committed;
-        if (end > to) end = to;
-        for (int slot = pages[page] * size + rank % size; rank < end;) slots[rank++ - from] = slot++;
-    }
-    for (; rank < to; rank++) slots[rank - from] = path[rank - num_committed];
+/* Slots, scales of two pools, both also for an own part, and scores. */
+INLINE long block_scratch(const fd_rows *rows, int group) {
+    long ranks = block_ranks(rows), queries = round_up(limit_queries(rows, group), 4);
+    return 4 * (6 * ranks + queries * (ranks + QUERY_PADDING)) + 64;
 }
 
-/* Consecutive keys are cache lines apart, and the processor does not predict the next address. */
-INLINE void prefetch_head(const void *p, long at, int dim, const int kind) {
-    const char *first = (const char *)p + at * number_bytes(kind);
-    for (int i = 0; i < dim * number_bytes(kind); i += 64) __builtin_prefetch(first + i);
-}
-
-/* [16] sums of the lanes of 16 vectors. */
-INLINE void reduce_sum_16(vf *v, float *to) {
-#if LANES == 16
-    __m512 *x = (__m512 *)v;
-    for (int i = 0; i < 16; i += 2) { /* halves of each 128 bits: pairs of keys adjacent */
-        __m512 a = _mm512_unpacklo_ps(x[i], x[i + 1]), b = _mm512_unpackhi_ps(x[i], x[i + 1]);
-        x[i / 2] = _mm512_add_ps(a, b);
-    }
-    for (int i = 0; i < 8; i += 2) {
-        __m512 a = (__m512)_mm512_unpacklo_pd((__m512d)x[i], (__m512d)x[i + 1]);
-        __m512 b = (__m512)_mm512_unpackhi_pd((__m512d)x[i], (__m512d)x[i + 1]);
-        x[i / 2] = _mm512_add_ps(a, b);
-    }
-    for (int i = 0; i < 4; i += 2)
-        x[i / 2] =
-            _mm512_add_ps(_mm512_shuffle_f32x4(x[i], x[i + 1], 0x88), _mm512_shuffle_f32x4(x[i], x[i + 1], 0xdd));
-    __m512 y = _mm512_add_ps(_mm512_shuffle_f32x4(x[0], x[1], 0x88), _mm512_shuffle_f32x4(x[0], x[1], 0xdd));
-    _mm512_storeu_ps(to, y);
-#else
-    for (int i = 0; i < KEY_BLOCK; i++) to[i] = reduce_sum(v[i]);
-#endif
-}
-
-/* Scores of KEY_BLOCK keys for G query heads. */
-INLINE void score_keys(const float *q, const void *keys, const int32_t *slots, int count, long stride, long head,
-                       int dim, const int kind, float *to, long to_stride, const int G) {
-    vf part[HEAD_BLOCK][KEY_BLOCK];
-    for (int i = 0; i < KEY_BLOCK; i++) {
-        long at = slots[i < count ? i : count - 1] * stride + head;
-        if (i + KEY_BLOCK < count) prefetch_head(keys, slots[i + KEY_BLOCK] * stride + head, dim, kind);
-        vf acc[HEAD_BLOCK];
-        _Pragma("GCC unroll 4") for (int g = 0; g < G; g++) acc[g] = (vf){0};
-        for (int d = 0; d < dim; d += LANES) {
-            vf k = load_kv(keys, at + d, kind);
-            _Pragma("GCC unroll 4") for (int g = 0; g < G; g++) acc[g] = multiply_add(k, load(q + g * dim + d), acc[g]);
-        }
-        _Pragma("GCC unroll 4") for (int g = 0; g < G; g++) part[g][i] = acc[g];
-    }
-    for (int g = 0; g < G; g++) reduce_sum_16(part[g], to + g * to_stride);
-}
-
-/* Weighted sum of the values, for G query heads and V vectors of columns. */
-INLINE void sum_values(const float *weight, long weight_stride, const void *values, const int32_t *slots, int count,
-                       long stride, long head, const int kind, float *to, int dim, const int G, const int V) {
-    vf acc[HEAD_BLOCK * VALUE_BLOCK / LANES];
-    _Pragma("GCC unroll 16") for (int i = 0; i < G * V; i++) acc[i] = (vf){0};
-    for (int r = 0; r < count; r++) {
-        long at = slots[r] * stride + head;
-        if (r + PREFETCH_KEYS < count)
-            prefetch_head(values, slots[r + PREFETCH_KEYS] * stride + head, V * LANES, kind);
-        _Pragma("GCC unroll 16") for (int j = 0; j < V; j++) {
-            vf v = load_kv(values, at + j * LANES, kind);
-            _Pragma("GCC unroll 4") for (int g = 0; g < G; g++)
-                acc[g * V + j] = multiply_add(v, broadcast(weight[g * weight_stride + r]), acc[g * V + j]);
-        }
-    }
-    _Pragma("GCC unroll 4") for (int g = 0; g < G; g++) {
-        _Pragma("GCC unroll 16") for (int j = 0; j < V; j++) store(to + g * dim + j * LANES, acc[g * V + j]);
-    }
-}
-
-/* In place: softmax of s * scale plus the bias by distance, with one more entry `sink`, which is not stored, or NULL.
- * Entries after the last key are ignored.
- *
- * `ahead` keys follow the row's own. bias[0] is for all keys further back than max_distance, bias[span] for the last
- * entry's key and all after it.
- */
-static void softmax_in_place(float *s, int count, float scale, float softcap, const float *bias, int max_distance,
-                             int ahead, int span, const float *sink) {
-    int padded = (count + LANES - 1) / LANES * LANES;
-    vf max = broadcast(-3e38f), total = {0};
-    for (int i = count; i < padded; i++) s[i] = 0;
-    for (int i = 0; i < padded; i += LANES) {
-        vf x = load(s + i) * scale;
-        if (softcap > 0) x = softcap * vtanh(x / softcap);
-        store(s + i, x);
-    }
-    if (bias) { /* one value for all far keys, then the table */
-        int near = count - 1 - ahead - max_distance, last = near + span < count ? near + span : count;
-        for (int i = 0; i < near && i < count; i++) s[i] += bias[0];
-        for (int i = near > 0 ? near : 0; i < last; i++) s[i] += bias[i - near];
-        for (int i = last > 0 ? last : 0; i < count; i++) s[i] += bias[span];
-    }
-    for (int i = count; i < padded; i++) s[i] = -3e38f;
-    for (int i = 0; i < padded; i += LANES) max = vmax(max, load(s + i));
-    vf top = broadcast(reduce_max(max));
-    if (sink) top = vmax(top, broadcast(*sink));
-    for (int i = 0; i < padded; i += LANES) {
-        vf x = load(s + i);
-        vf e = vselect(x < -2e38f, (vf){0}, vexp(x - top));
-        store(s + i, e);
-        total += e;
-    }
-    float rest = sink ? vexp(broadcast(*sink) - top)[0] : 0;
-    vf inverse = broadcast(1.0f / (reduce_sum(total) + rest));
-    for (int i = 0; i < padded; i += LANES) store(s + i, load(s + i) * inverse);
-}
-
-INLINE int bias_span(const fd_attention *a) { return a->query_rows ? 2 * a->max_distance : a->max_distance; }
-INLINE int count_keys(const fd_rows *rows, int row) { return rows->num_committed[row] + rows->path_length[row]; }
-INLINE int keys_ahead(const fd_attention *a, const fd_rows *rows, int row) { /* keys after the row's own */
-    return a->query_rows ? count_keys(rows, row) - count_keys(a->query_rows, row) : 0;
-}
-INLINE const float *bias_row(const fd_attention *a, int head) {
-    return a->bias ? a->bias + (long)head * (bias_span(a) + 1) : NULL;
-}
-
-INLINE void softmax_of_head(const fd_attention *a, const fd_rows *rows, int row, int head, float *s, int count) {
-    softmax_in_place(s, count, a->scale, a->softcap, bias_row(a, head), a->max_distance, keys_ahead(a, rows, row),
-                     bias_span(a), a->sinks ? a->sinks + head : NULL);
-}
-
-#define SCORE(G)                                                                                                       \
-    case G:                                                                                                            \
-        score_keys(q, a->keys, slots + i, count - i, stride, head, dim, kind, weight + g * ranks + i, ranks, G);   \
-        break;
-#define SUM_VALUES(G)                                                                                                  \
-    case G:                                                                                                            \
-        if (dim - d >= VALUE_BLOCK)                                                                                    \
-            sum_values(weight + g * ranks, ranks, a->values, slots, count, stride, head + d, kind, out + d, dim, G,\
-                   VALUE_BLOCK / LANES);                                                                               \
-        else                                                                                                           \
-            sum_values(weight + g * ranks, ranks, a->values, slots, count, stride, head + d, kind, out + d, dim, G,\
-                   16 / LANES);                                                                                        \
-        break;
-
-/* What one row sees of one key head: the slots of its keys, and the scores or weights of its query heads. */
-typedef struct {
-    int group, count;         /* query heads of the key head; keys seen */
-    long stride, head, ranks; /* slot stride; offset of the head; count in whole blocks */
-    int32_t *slots;           /* [count] */
-    float *weight;            /* [group, ranks] */
-} row_view;
-
-INLINE row_view view_row(const fd_attention *a, const fd_rows *rows, int row, int kv_head, char *scratch) {
-    int length = count_keys(rows, row);
-    int from = a->sliding_window && length > a->sliding_window ? length - a->sliding_window : 0, count = length - from;
-    long ranks = (count + KEY_BLOCK - 1) / KEY_BLOCK * KEY_BLOCK;
-    int32_t *slots = (int32_t *)scratch;
-    find_slots(rows, row, from, length, slots);
-    return (row_view){.group = a->heads / a->kv_heads, .count = count,
-                   .stride = slot_stride(a->kv_kind, a->kv_heads, a->head_dim),
-                   .head = (long)kv_head * a->head_dim, .ranks = ranks, .slots = slots,
-                   .weight = (float *)(slots + ranks)};
-}
-
-/* Multiplies an entry for every key by the key's scale in an int8 pool. */
-INLINE void apply_scales(const fd_attention *a, const void *pool, const int32_t *slots, int count, int kv_head,
-                         float *s) {
-    for (int i = 0; i < count; i++) s[i] *= *head_scale(pool, slots[i], a->kv_heads, a->head_dim, kv_head);
-}
-
-INLINE void attend_float(const fd_attention *a, const fd_rows *rows, int row, int kv_head, char *scratch,
-                      const int kind) {
-    const row_view v = view_row(a, rows, row, kv_head, scratch);
-    const long stride = v.stride, head = v.head, ranks = v.ranks;
-    const int dim = a->head_dim, count = v.count;
-    const int32_t *slots = v.slots;
-    float *weight = v.weight;
-    for (int g = 0; g < v.group; g += HEAD_BLOCK) {
-        int heads = v.group - g < HEAD_BLOCK ? v.group - g : HEAD_BLOCK;
-        const float *q = a->query + ((long)row * a->heads + kv_head * v.group + g) * dim;
-        float *out = a->out + ((long)row * a->heads + kv_head * v.group + g) * dim;
-        for (int i = 0; i < count; i += KEY_BLOCK) {
-            switch (heads) { SCORE(1) SCORE(2) SCORE(3) SCORE(4) }
-        }
-        for (int h = 0; h < heads; h++) {
-            float *s = weight + (g + h) * ranks;
-            if (kind == FD_KV_INT8) apply_scales(a, a->keys, slots, count, kv_head, s);
-            softmax_of_head(a, rows, row, kv_head * v.group + g + h, s, count);
-            if (kind == FD_KV_INT8) apply_scales(a, a->values, slots, count, kv_head, s);
-        }
-        for (int d = 0; d < dim; d += dim - d >= VALUE_BLOCK ? VALUE_BLOCK : 16) {
-            switch (heads) { SUM_VALUES(1) SUM_VALUES(2) SUM_VALUES(3) SUM_VALUES(4) }
-        }
-    }
-}
-
-#ifdef __AVX512BF16__
-/* Queries and weights are rounded to bf16 like keys and values, which halves the instructions. */
-INLINE void score_keys_bf16(const uint16_t *q, const uint16_t *keys, const int32_t *slots, int count, long stride,
-                            long head, int dim, float *to, long to_stride, const int G) {
-    vf part[HEAD_BLOCK][KEY_BLOCK];
-    for (int i = 0; i < KEY_BLOCK; i++) {
-        const uint32_t *k = (const uint32_t *)(keys + slots[i < count ? i : count - 1] * stride + head);
-        if (i + KEY_BLOCK < count) prefetch_head(keys, slots[i + KEY_BLOCK] * stride + head, dim, FD_KV_BF16);
-        vf acc[HEAD_BLOCK];
-        _Pragma("GCC unroll 4") for (int g = 0; g < G; g++) acc[g] = (vf){0};
-        for (int d = 0; d < dim / 2; d += LANES) {
-            vu words = load_words(k + d);
-            _Pragma("GCC unroll 4") for (int g = 0; g < G; g++)
-                acc[g] = dot_bf16(acc[g], words, load_words((const uint32_t *)(q + g * dim) + d));
-        }
-        _Pragma("GCC unroll 4") for (int g = 0; g < G; g++) part[g][i] = acc[g];
-    }
-    for (int g = 0; g < G; g++) reduce_sum_16(part[g], to + g * to_stride);
-}
-
-/* Two keys and 64 columns at a time; the values are paired in the processor's interleaving order. */
-INLINE void sum_values_bf16(const uint16_t *weight, long weight_stride, const uint16_t *values, const int32_t *slots,
-                            int count, long stride, long head, float *to, int dim, const int G, const int V) {
-    __m512 acc[HEAD_BLOCK * 4];
-    _Pragma("GCC unroll 16") for (int i = 0; i < G * V; i++) acc[i] = _mm512_setzero_ps();
-    for (int r = 0; r < count; r += 2) {
-        const uint16_t *a = values + slots[r] * stride + head;
-        const uint16_t *b = values + slots[r + 1 < count ? r + 1 : r] * stride + head;
-        if (r + PREFETCH_KEYS + 1 < count) {
-            prefetch_head(values, slots[r + PREFETCH_KEYS] * stride + head, V * LANES, FD_KV_BF16);
-            prefetch_head(values, slots[r + PREFETCH_KEYS + 1] * stride + head, V * LANES, FD_KV_BF16);
-        }
-        _Pragma("GCC unroll 4") for (int j = 0; j < V; j += 2) {
-            __m512i x = _mm512_loadu_si512(a + j * LANES), y = _mm512_loadu_si512(b + j * LANES);
-            __m512bh low = (__m512bh)_mm512_unpacklo_epi16(x, y), high = (__m512bh)_mm512_unpackhi_epi16(x, y);
-            _Pragma("GCC unroll 4") for (int g = 0; g < G; g++) {
-                __m512bh w = (__m512bh)broadcast_words(*(const uint32_t *)(weight + g * weight_stride + r));
-                acc[g * V + j] = _mm512_dpbf16_ps(acc[g * V + j], low, w);
-                acc[g * V + j + 1] = _mm512_dpbf16_ps(acc[g * V + j + 1], high, w);
-            }
-        }
-    }
-    const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
-    const __m512i second = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
-    _Pragma("GCC unroll 4") for (int g = 0; g < G; g++) {
-        _Pragma("GCC unroll 4") for (int j = 0; j < V; j += 2) {
-            __m512 low = acc[g * V + j], high = acc[g * V + j + 1];
-            _mm512_storeu_ps(to + g * dim + j * LANES, _mm512_permutex2var_ps(low, first, high));
-            _mm512_storeu_ps(to + g * dim + (j + 1) * LANES, _mm512_permutex2var_ps(low, second, high));
-        }
-    }
-}
-
-/* In place: `count` weights as bf16 at the start of their floats; after an odd count a zero follows. */
-INLINE void convert_weights_to_bf16(float *s, int count) {
-    uint16_t *to = (uint16_t *)s;
-    int padded = (count + LANES - 1) / LANES * LANES;
-    for (int i = 0; i < padded; i += LANES) store_bf16(to + i, load(s + i));
-    if (count & 1) to[count] = 0;
-}
-
-#define SCORE_BF16(G)                                                                                                  \
-    case G:                                                                                                            \
-        score_keys_bf16(q, a->keys, slots + i, count - i, stride, head, dim, weight + g * ranks + i, ranks, G);        \
-        break;
-#define SUM_VALUES_BF16(G)                                                                                             \
-    case G:                                                                                                            \
-        if (dim - d >= VALUE_BLOCK)                                                                                    \
-            sum_values_bf16(bf16_weights, 2 * ranks, a->values, slots, count, stride, head + d, out + d, dim, G, 4);   \
-        else                                                                                                           \
-            sum_values_bf16(bf16_weights, 2 * ranks, a->values, slots, count, stride, head + d, out + d, dim, G, 2);   \
-        break;
-
-static void attend_bf16(const fd_attention *a, const fd_rows *rows, int row, int kv_head, char *scratch) {
-    const row_view v = view_row(a, rows, row, kv_head, scratch);
-    const long stride = v.stride, head = v.head, ranks = v.ranks;
-    const int dim = a->head_dim, count = v.count;
-    const int32_t *slots = v.slots;
-    float *weight = v.weight;
-    uint16_t q[HEAD_BLOCK * dim];
-    for (int g = 0; g < v.group; g += HEAD_BLOCK) {
-        int heads = v.group - g < HEAD_BLOCK ? v.group - g : HEAD_BLOCK;
-        const float *wide = a->query + ((long)row * a->heads + kv_head * v.group + g) * dim;
-        float *out = a->out + ((long)row * a->heads + kv_head * v.group + g) * dim;
-        for (int i = 0; i < heads * dim; i += LANES) store_bf16(q + i, load(wide + i));
-        for (int i = 0; i < count; i += KEY_BLOCK) {
-            switch (heads) { SCORE_BF16(1) SCORE_BF16(2) SCORE_BF16(3) SCORE_BF16(4) }
-        }
-        for (int h = 0; h < heads; h++) {
-            softmax_of_head(a, rows, row, kv_head * v.group + g + h, weight + (g + h) * ranks, count);
-            convert_weights_to_bf16(weight + (g + h) * ranks, count);
-        }
-        const uint16_t *bf16_weights = (const uint16_t *)(weight + g * ranks);
-        for (int d = 0; d < dim; d += dim - d >= VALUE_BLOCK ? VALUE_BLOCK : 32) {
-            switch (heads) { SUM_VALUES_BF16(1) SUM_VALUES_BF16(2) SUM_VALUES_BF16(3) SUM_VALUES_BF16(4) }
-        }
-    }
-}
-#endif
-
-static void attend(const fd_attention *a, const fd_rows *rows, int row, int kv_head, char *scratch) {
-#ifdef __AVX512BF16__
-    if (a->kv_kind == FD_KV_BF16 && a->head_dim % 32 == 0) {
-        attend_bf16(a, rows, row, kv_head, scratch);
+static void attend_block(const fd_attention *a, const fd_rows *rows, int first, int count, int kv_head, char *scratch) {
+    const long ranks = block_ranks(rows);
+    const int group = a->heads / a->kv_heads;
+    float *numbers = (float *)scratch;
+    query_block b = {.a = a, .rows = rows, .first_row = first, .num_rows = count, .kv_head = kv_head,
+                     .slots = (int32_t *)numbers, .own_slots = (int32_t *)(numbers + ranks),
+                     .scales = {numbers + 2 * ranks, numbers + 3 * ranks}, .own_scales = numbers + 4 * ranks,
+                     .scores = numbers + 6 * ranks};
+    find_ranges(&b);
+    b.stride = b.padded + QUERY_PADDING;
+    if (has_infinite_values(&b)) {
+        for (int r = first; r < first + count; r++) attend_block(a, rows, r, 1, kv_head, scratch);
         return;
     }
+    for (int head = 0; head < group; head += b.heads) {
+        b.first_head = head;
+        b.heads = group - head < BLOCK_QUERIES ? group - head : BLOCK_QUERIES;
+        score_block(&b);
+        weigh_block(&b);
+        add_up_block(&b);
+    }
+}
+
+/* Whether a row has the committed tokens of the row before, or, without any, a path from the same root. */
+INLINE int continues_request(const fd_rows *rows, int row) {
+    const int32_t *path = rows->path_slots + rows->path_offset[row], *before = rows->path_slots + rows->path_offset[row - 1];
+    if (rows->page_offset[row] != rows->page_offset[row - 1]) return 0;
+    if (rows->num_committed[row] != rows->num_committed[row - 1]) return 0;
+    return rows->num_committed[row] || (rows->path_length[row] && rows->path_length[row - 1] && *path == *before);
+}
+
+/* Most rows of a block: as many as tiles hold, but enough blocks for all members. */
+static int limit_rows(const fd_attention *a, const fd_rows *rows, int members) {
+    int group = a->heads / a->kv_heads, fitting = limit_queries(rows, group) / group;
+    int sharing = rows->num_rows * a->kv_heads / (2 * members);
+    int limit = fitting < sharing ? fitting : sharing;
+    return limit > 1 ? limit : 1;
+}
+
+/* Writes the first row of every block, and num_rows after the last. Returns the number of blocks. */
+static int find_blocks(const fd_attention *a, const fd_rows *rows, int members, int32_t *first) {
+    int limit = limit_rows(a, rows, members), count = 0;
+    for (int row = 0; row < rows->num_rows; row++)
+        if (row == 0 || row - first[count - 1] == limit || !continues_request(rows, row)) first[count++] = row;
+    first[count] = rows->num_rows;
+    return count;
+}
+
+static void attend_in_blocks(const fd_attention *a, const fd_rows *rows, fd_team *team, char *scratch) {
+    int32_t *first = (int32_t *)scratch;
+    int blocks = find_blocks(a, rows, atomic_load(&team->size), first);
+    char *rest = scratch + (4l * rows->num_rows + 4 + 63) / 64 * 64;
+    FOR_EACH_ITEM(i, blocks * a->kv_heads) {
+        int block = i / a->kv_heads;
+        attend_block(a, rows, first[block], first[block + 1] - first[block], i % a->kv_heads, rest);
+    }
+}
+
+#else
+
+INLINE int can_use_blocks(const fd_attention *a) { return (void)a, 0; }
+INLINE long block_scratch(const fd_rows *rows, int group) { return (void)rows, (void)group, 0; }
+INLINE void attend_in_blocks(const fd_attention *a, const fd_rows *rows, fd_team *team, char *scratch) {
+    (void)a, (void)rows, (void)team, (void)scratch; /* never called */
+}
+
 #endif
-    if (a->kv_kind == FD_KV_INT8) attend_float(a, rows, row, kv_head, scratch, FD_KV_INT8);
-    else if (a->kv_kind == FD_KV_BF16) attend_float(a, rows, row, kv_head, scratch, FD_KV_BF16);
-    else attend_float(a, rows, row, kv_head, scratch, FD_KV_F32);
+
+/* Bytes of scratch memory per member. */
+INLINE long attention_scratch(const fd_rows *rows, int group) {
+    long by_rows = row_scratch(rows, group), by_blocks = block_scratch(rows, group) + 4l * rows->num_rows + 128;
+    return ((by_rows > by_blocks ? by_rows : by_blocks) + 63) / 64 * 64 + 64;
+}
+
+/* Attention of every row; the members share the work. */
+static void attend_rows(const fd_attention *a, const fd_rows *rows, fd_team *team, char *scratch) {
+    if (can_use_blocks(a)) {
+        attend_in_blocks(a, rows, team, scratch);
+        return;
+    }
+    FOR_EACH_ITEM(i, rows->num_rows * a->kv_heads) attend_row(a, rows, i / a->kv_heads, i % a->kv_heads, scratch);
 }
 
 #endif

@@ -190,8 +190,7 @@ static void gate_attention(const decoder *d, fd_team *team) {
 /* Attention of every row over the keys of `visible`, then its gate if it has one, and the output projection. */
 static void attend_and_project(decoder *d, fd_team *team, const fd_attention *a, const fd_rows *visible, char *scores,
                                const fd_weight *out, epilogue e) {
-    int kv_heads = d->shape.kv_heads;
-    FOR_EACH_ITEM(i, d->rows->num_rows * kv_heads) attend(a, visible, i / kv_heads, i % kv_heads, scores);
+    attend_rows(a, visible, team, scores);
     fd_barrier(team);
     if (d->shape.gate_width) gate_attention(d, team);
     project_rows(d, team, out, d->attention, attention_width(&d->shape), e);

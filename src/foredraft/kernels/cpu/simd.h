@@ -54,9 +54,17 @@ INLINE vu load_words(const uint32_t *p) { return *(const vu_at *)p; }
 INLINE vf broadcast(float x) { return x - (vf){0}; }
 INLINE vu broadcast_words(uint32_t x) { return x - (vu){0}; }
 INLINE vf vselect(vi mask, vf a, vf b) { return (vf)((mask & (vi)a) | (~mask & (vi)b)); }
-/* NaN in b gives NaN. */
+/* a > b ? a : b and a < b ? a : b, so NaN in b gives NaN. */
+#if LANES == 16
+INLINE vf vmax(vf a, vf b) { return (vf)_mm512_max_ps((__m512)a, (__m512)b); }
+INLINE vf vmin(vf a, vf b) { return (vf)_mm512_min_ps((__m512)a, (__m512)b); }
+#elif LANES == 8
+INLINE vf vmax(vf a, vf b) { return (vf)_mm256_max_ps((__m256)a, (__m256)b); }
+INLINE vf vmin(vf a, vf b) { return (vf)_mm256_min_ps((__m256)a, (__m256)b); }
+#else
 INLINE vf vmax(vf a, vf b) { return vselect(a > b, a, b); }
 INLINE vf vmin(vf a, vf b) { return vselect(a < b, a, b); }
+#endif
 
 /* a * b + c, rounded once if the instruction set can. Compilers differ in which sums they fuse on their own, even
  * between copies of one loop, so -ffp-contract=off forbids it. Every fused operation is written as a call of these. */
@@ -143,6 +151,9 @@ INLINE vf vexp(vf x) {
     y = multiply_add(y, r, broadcast(1.6666665459e-1f));
     y = multiply_add(y, r, broadcast(5.0000001201e-1f));
     y = multiply_add(y * r, r, r) + 1.0f;
+#if LANES == 16
+    return (vf)_mm512_scalef_ps((__m512)y, (__m512)n);
+#endif
     return y * (vf)((__builtin_convertvector(n, vi) + 127) << 23);
 }
 

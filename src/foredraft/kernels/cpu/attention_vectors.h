@@ -1,0 +1,252 @@
+/* Attention of one row and one key head by vectors. */
+#ifndef FD_ATTENTION_VECTORS_H
+#define FD_ATTENTION_VECTORS_H
+
+#include "attention_row.h"
+
+#define KEY_BLOCK 16    /* keys scored at a time */
+#define HEAD_BLOCK 4    /* query heads that share one read of a key */
+#define PREFETCH_KEYS 8 /* keys whose values are prefetched before their use */
+#define VALUE_BLOCK 64  /* columns of the values summed at a time */
+
+/* [16] sums of the lanes of 16 vectors. */
+INLINE void reduce_sum_16(vf *v, float *to) {
+#if LANES == 16
+    __m512 *x = (__m512 *)v;
+    for (int i = 0; i < 16; i += 2) { /* halves of each 128 bits: pairs of keys adjacent */
+        __m512 a = _mm512_unpacklo_ps(x[i], x[i + 1]), b = _mm512_unpackhi_ps(x[i], x[i + 1]);
+        x[i / 2] = _mm512_add_ps(a, b);
+    }
+    for (int i = 0; i < 8; i += 2) {
+        __m512 a = (__m512)_mm512_unpacklo_pd((__m512d)x[i], (__m512d)x[i + 1]);
+        __m512 b = (__m512)_mm512_unpackhi_pd((__m512d)x[i], (__m512d)x[i + 1]);
+        x[i / 2] = _mm512_add_ps(a, b);
+    }
+    for (int i = 0; i < 4; i += 2)
+        x[i / 2] =
+            _mm512_add_ps(_mm512_shuffle_f32x4(x[i], x[i + 1], 0x88), _mm512_shuffle_f32x4(x[i], x[i + 1], 0xdd));
+    __m512 y = _mm512_add_ps(_mm512_shuffle_f32x4(x[0], x[1], 0x88), _mm512_shuffle_f32x4(x[0], x[1], 0xdd));
+    _mm512_storeu_ps(to, y);
+#else
+    for (int i = 0; i < KEY_BLOCK; i++) to[i] = reduce_sum(v[i]);
+#endif
+}
+
+/* Scores of KEY_BLOCK keys for G query heads. */
+INLINE void score_keys(const float *q, const void *keys, const int32_t *slots, int count, long stride, long head,
+                       int dim, const int kind, float *to, long to_stride, const int G) {
+    vf part[HEAD_BLOCK][KEY_BLOCK];
+    for (int i = 0; i < KEY_BLOCK; i++) {
+        long at = slots[i < count ? i : count - 1] * stride + head;
+        if (i + KEY_BLOCK < count) prefetch_head(keys, slots[i + KEY_BLOCK] * stride + head, dim, kind);
+        vf acc[HEAD_BLOCK];
+        _Pragma("GCC unroll 4") for (int g = 0; g < G; g++) acc[g] = (vf){0};
+        for (int d = 0; d < dim; d += LANES) {
+            vf k = load_kv(keys, at + d, kind);
+            _Pragma("GCC unroll 4") for (int g = 0; g < G; g++) acc[g] = multiply_add(k, load(q + g * dim + d), acc[g]);
+        }
+        _Pragma("GCC unroll 4") for (int g = 0; g < G; g++) part[g][i] = acc[g];
+    }
+    for (int g = 0; g < G; g++) reduce_sum_16(part[g], to + g * to_stride);
+}
+
+/* Weighted sum of the values, for G query heads and V vectors of columns. */
+INLINE void sum_values(const float *weight, long weight_stride, const void *values, const int32_t *slots, int count,
+                       long stride, long head, const int kind, float *to, int dim, const int G, const int V) {
+    vf acc[HEAD_BLOCK * VALUE_BLOCK / LANES];
+    _Pragma("GCC unroll 16") for (int i = 0; i < G * V; i++) acc[i] = (vf){0};
+    for (int r = 0; r < count; r++) {
+        long at = slots[r] * stride + head;
+        if (r + PREFETCH_KEYS < count)
+            prefetch_head(values, slots[r + PREFETCH_KEYS] * stride + head, V * LANES, kind);
+        _Pragma("GCC unroll 16") for (int j = 0; j < V; j++) {
+            vf v = load_kv(values, at + j * LANES, kind);
+            _Pragma("GCC unroll 4") for (int g = 0; g < G; g++)
+                acc[g * V + j] = multiply_add(v, broadcast(weight[g * weight_stride + r]), acc[g * V + j]);
+        }
+    }
+    _Pragma("GCC unroll 4") for (int g = 0; g < G; g++) {
+        _Pragma("GCC unroll 16") for (int j = 0; j < V; j++) store(to + g * dim + j * LANES, acc[g * V + j]);
+    }
+}
+
+#define SCORE(G)                                                                                                       \
+    case G:                                                                                                            \
+        score_keys(q, a->keys, slots + i, count - i, stride, head, dim, kind, weight + g * ranks + i, ranks, G);   \
+        break;
+#define SUM_VALUES(G)                                                                                                  \
+    case G:                                                                                                            \
+        if (dim - d >= VALUE_BLOCK)                                                                                    \
+            sum_values(weight + g * ranks, ranks, a->values, slots, count, stride, head + d, kind, out + d, dim, G,\
+                   VALUE_BLOCK / LANES);                                                                               \
+        else                                                                                                           \
+            sum_values(weight + g * ranks, ranks, a->values, slots, count, stride, head + d, kind, out + d, dim, G,\
+                   16 / LANES);                                                                                        \
+        break;
+
+/* What one row sees of one key head: the slots of its keys, and the scores or weights of its query heads. */
+typedef struct {
+    int group, count;         /* query heads of the key head; keys seen */
+    long stride, head, ranks; /* slot stride; offset of the head; count in whole blocks */
+    int32_t *slots;           /* [count] */
+    float *weight;            /* [group, ranks] */
+} row_view;
+
+INLINE row_view view_row(const fd_attention *a, const fd_rows *rows, int row, int kv_head, char *scratch) {
+    int length = count_keys(rows, row);
+    int from = first_key(a, length), count = length - from;
+    long ranks = (count + KEY_BLOCK - 1) / KEY_BLOCK * KEY_BLOCK;
+    int32_t *slots = (int32_t *)scratch;
+    find_slots(rows, row, from, length, slots);
+    return (row_view){.group = a->heads / a->kv_heads, .count = count,
+                   .stride = slot_stride(a->kv_kind, a->kv_heads, a->head_dim),
+                   .head = (long)kv_head * a->head_dim, .ranks = ranks, .slots = slots,
+                   .weight = (float *)(slots + ranks)};
+}
+
+INLINE void attend_float(const fd_attention *a, const fd_rows *rows, int row, int kv_head, char *scratch,
+                      const int kind) {
+    const row_view v = view_row(a, rows, row, kv_head, scratch);
+    const long stride = v.stride, head = v.head, ranks = v.ranks;
+    const int dim = a->head_dim, count = v.count;
+    const int32_t *slots = v.slots;
+    float *weight = v.weight;
+    for (int g = 0; g < v.group; g += HEAD_BLOCK) {
+        int heads = v.group - g < HEAD_BLOCK ? v.group - g : HEAD_BLOCK;
+        const float *q = a->query + ((long)row * a->heads + kv_head * v.group + g) * dim;
+        float *out = a->out + ((long)row * a->heads + kv_head * v.group + g) * dim;
+        for (int i = 0; i < count; i += KEY_BLOCK) {
+            switch (heads) { SCORE(1) SCORE(2) SCORE(3) SCORE(4) }
+        }
+        for (int h = 0; h < heads; h++) {
+            float *s = weight + (g + h) * ranks;
+            if (kind == FD_KV_INT8) apply_scales(a, a->keys, slots, count, kv_head, s);
+            vf factor = broadcast(weigh_head(a, rows, row, kv_head * v.group + g + h, s, 0, count));
+            for (int i = 0; i < count; i += LANES) store(s + i, load(s + i) * factor);
+            if (kind == FD_KV_INT8) apply_scales(a, a->values, slots, count, kv_head, s);
+        }
+        for (int d = 0; d < dim; d += dim - d >= VALUE_BLOCK ? VALUE_BLOCK : 16) {
+            switch (heads) { SUM_VALUES(1) SUM_VALUES(2) SUM_VALUES(3) SUM_VALUES(4) }
+        }
+    }
+}
+
+#ifdef __AVX512BF16__
+/* Queries and weights are rounded to bf16 like keys and values, which halves the instructions. */
+INLINE void score_keys_bf16(const uint16_t *q, const uint16_t *keys, const int32_t *slots, int count, long stride,
+                            long head, int dim, float *to, long to_stride, const int G) {
+    vf part[HEAD_BLOCK][KEY_BLOCK];
+    for (int i = 0; i < KEY_BLOCK; i++) {
+        const uint32_t *k = (const uint32_t *)(keys + slots[i < count ? i : count - 1] * stride + head);
+        if (i + KEY_BLOCK < count) prefetch_head(keys, slots[i + KEY_BLOCK] * stride + head, dim, FD_KV_BF16);
+        vf acc[HEAD_BLOCK];
+        _Pragma("GCC unroll 4") for (int g = 0; g < G; g++) acc[g] = (vf){0};
+        for (int d = 0; d < dim / 2; d += LANES) {
+            vu words = load_words(k + d);
+            _Pragma("GCC unroll 4") for (int g = 0; g < G; g++)
+                acc[g] = dot_bf16(acc[g], words, load_words((const uint32_t *)(q + g * dim) + d));
+        }
+        _Pragma("GCC unroll 4") for (int g = 0; g < G; g++) part[g][i] = acc[g];
+    }
+    for (int g = 0; g < G; g++) reduce_sum_16(part[g], to + g * to_stride);
+}
+
+/* Two keys and 64 columns at a time; the values are paired in the processor's interleaving order. */
+INLINE void sum_values_bf16(const uint16_t *weight, long weight_stride, const uint16_t *values, const int32_t *slots,
+                            int count, long stride, long head, float *to, int dim, const int G, const int V) {
+    __m512 acc[HEAD_BLOCK * 4];
+    _Pragma("GCC unroll 16") for (int i = 0; i < G * V; i++) acc[i] = _mm512_setzero_ps();
+    for (int r = 0; r < count; r += 2) {
+        const uint16_t *a = values + slots[r] * stride + head;
+        const uint16_t *b = values + slots[r + 1 < count ? r + 1 : r] * stride + head;
+        if (r + PREFETCH_KEYS + 1 < count) {
+            prefetch_head(values, slots[r + PREFETCH_KEYS] * stride + head, V * LANES, FD_KV_BF16);
+            prefetch_head(values, slots[r + PREFETCH_KEYS + 1] * stride + head, V * LANES, FD_KV_BF16);
+        }
+        _Pragma("GCC unroll 4") for (int j = 0; j < V; j += 2) {
+            __m512i x = _mm512_loadu_si512(a + j * LANES), y = _mm512_loadu_si512(b + j * LANES);
+            __m512bh low = (__m512bh)_mm512_unpacklo_epi16(x, y), high = (__m512bh)_mm512_unpackhi_epi16(x, y);
+            _Pragma("GCC unroll 4") for (int g = 0; g < G; g++) {
+                __m512bh w = (__m512bh)broadcast_words(*(const uint32_t *)(weight + g * weight_stride + r));
+                acc[g * V + j] = _mm512_dpbf16_ps(acc[g * V + j], low, w);
+                acc[g * V + j + 1] = _mm512_dpbf16_ps(acc[g * V + j + 1], high, w);
+            }
+        }
+    }
+    const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+    const __m512i second = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
+    _Pragma("GCC unroll 4") for (int g = 0; g < G; g++) {
+        _Pragma("GCC unroll 4") for (int j = 0; j < V; j += 2) {
+            __m512 low = acc[g * V + j], high = acc[g * V + j + 1];
+            _mm512_storeu_ps(to + g * dim + j * LANES, _mm512_permutex2var_ps(low, first, high));
+            _mm512_storeu_ps(to + g * dim + (j + 1) * LANES, _mm512_permutex2var_ps(low, second, high));
+        }
+    }
+}
+
+/* In place: `count` weights, times a factor, as bf16 at the start of their floats; after an odd count a zero follows. */
+INLINE void convert_weights_to_bf16(float *s, int count, float factor) {
+    uint16_t *to = (uint16_t *)s;
+    int padded = (count + LANES - 1) / LANES * LANES;
+    for (int i = 0; i < padded; i += LANES) store_bf16(to + i, load(s + i) * factor);
+    if (count & 1) to[count] = 0;
+}
+
+#define SCORE_BF16(G)                                                                                                  \
+    case G:                                                                                                            \
+        score_keys_bf16(q, a->keys, slots + i, count - i, stride, head, dim, weight + g * ranks + i, ranks, G);        \
+        break;
+#define SUM_VALUES_BF16(G)                                                                                             \
+    case G:                                                                                                            \
+        if (dim - d >= VALUE_BLOCK)                                                                                    \
+            sum_values_bf16(bf16_weights, 2 * ranks, a->values, slots, count, stride, head + d, out + d, dim, G, 4);   \
+        else                                                                                                           \
+            sum_values_bf16(bf16_weights, 2 * ranks, a->values, slots, count, stride, head + d, out + d, dim, G, 2);   \
+        break;
+
+static void attend_bf16(const fd_attention *a, const fd_rows *rows, int row, int kv_head, char *scratch) {
+    const row_view v = view_row(a, rows, row, kv_head, scratch);
+    const long stride = v.stride, head = v.head, ranks = v.ranks;
+    const int dim = a->head_dim, count = v.count;
+    const int32_t *slots = v.slots;
+    float *weight = v.weight;
+    uint16_t q[HEAD_BLOCK * dim];
+    for (int g = 0; g < v.group; g += HEAD_BLOCK) {
+        int heads = v.group - g < HEAD_BLOCK ? v.group - g : HEAD_BLOCK;
+        const float *wide = a->query + ((long)row * a->heads + kv_head * v.group + g) * dim;
+        float *out = a->out + ((long)row * a->heads + kv_head * v.group + g) * dim;
+        for (int i = 0; i < heads * dim; i += LANES) store_bf16(q + i, load(wide + i));
+        for (int i = 0; i < count; i += KEY_BLOCK) {
+            switch (heads) { SCORE_BF16(1) SCORE_BF16(2) SCORE_BF16(3) SCORE_BF16(4) }
+        }
+        for (int h = 0; h < heads; h++) {
+            float *s = weight + (g + h) * ranks;
+            convert_weights_to_bf16(s, count, weigh_head(a, rows, row, kv_head * v.group + g + h, s, 0, count));
+        }
+        const uint16_t *bf16_weights = (const uint16_t *)(weight + g * ranks);
+        for (int d = 0; d < dim; d += dim - d >= VALUE_BLOCK ? VALUE_BLOCK : 32) {
+            switch (heads) { SUM_VALUES_BF16(1) SUM_VALUES_BF16(2) SUM_VALUES_BF16(3) SUM_VALUES_BF16(4) }
+        }
+    }
+}
+#endif
+
+/* Bytes of scratch memory for one row. */
+INLINE long row_scratch(const fd_rows *rows, int group) {
+    long ranks = (rows->max_keys + KEY_BLOCK - 1) / KEY_BLOCK * KEY_BLOCK;
+    return ranks * 4 * (1 + group);
+}
+
+static void attend_row(const fd_attention *a, const fd_rows *rows, int row, int kv_head, char *scratch) {
+#ifdef __AVX512BF16__
+    if (a->kv_kind == FD_KV_BF16 && a->head_dim % 32 == 0) {
+        attend_bf16(a, rows, row, kv_head, scratch);
+        return;
+    }
+#endif
+    if (a->kv_kind == FD_KV_INT8) attend_float(a, rows, row, kv_head, scratch, FD_KV_INT8);
+    else if (a->kv_kind == FD_KV_BF16) attend_float(a, rows, row, kv_head, scratch, FD_KV_BF16);
+    else attend_float(a, rows, row, kv_head, scratch, FD_KV_F32);
+}
+
+#endif
