@@ -18,6 +18,7 @@ NAMES = [
     "Delta",
     "ForedraftError",
     "Grammar",
+    "ImagePrompt",
     "MemoryLimits",
     "RequestOptions",
     "Sampling",

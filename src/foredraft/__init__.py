@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from foredraft.errors import ForedraftError
     from foredraft.hf_generate.decoding import generate, speculate
+    from foredraft.image_prompt import ImagePrompt
     from foredraft.llm import LLM, MemoryLimits
     from foredraft.outputs import Completion, Delta, Stats, TokenLogprob
     from foredraft.request_options import RequestOptions
@@ -24,6 +25,7 @@ _HOMES = {
     "Delta": "outputs",
     "ForedraftError": "errors",
     "Grammar": "sampling.grammar",
+    "ImagePrompt": "image_prompt",
     "MemoryLimits": "llm",
     "RequestOptions": "request_options",
     "Sampling": "sampling.params",
@@ -43,6 +45,7 @@ __all__ = [
     "Delta",
     "ForedraftError",
     "Grammar",
+    "ImagePrompt",
     "MemoryLimits",
     "RequestOptions",
     "Sampling",

@@ -6,10 +6,14 @@ from typing import Any
 import jinja2
 
 from foredraft.errors import ForedraftError
+from foredraft.image_files import decode_data_url
 
 Message = Mapping[str, Any]  # {"role": "user", "content": "..."}, and further keys that a template reads
 
 Conversation = Sequence[Message]
+
+IMAGE_PART = {"type": "image"}  # in place of an image, for a template
+_IMAGE_TYPES = ("image", "image_url")
 
 PLAIN_TEMPLATE = """\
 {%- for message in messages %}{{ message.role }}: {{ message.content }}
@@ -39,6 +43,7 @@ def encode_chat(
     chat_template: str | None = None,
     template_options: Mapping[str, Any] | None = None,
     is_source: bool = False,
+    takes_images: bool = False,
 ) -> list[int]:
     """Render one conversation and return its token ids.
 
@@ -51,13 +56,14 @@ def encode_chat(
         chat_template: Jinja source in place of the tokenizer's own; PLAIN_TEMPLATE writes `role: content` lines.
         template_options: further variables of the template, such as {"enable_thinking": False}.
         is_source: the conversation is the input of an encoder, so it ends with the tokenizer's end token.
+        takes_images: contents may have images, as of `list_images`. The template writes their placeholders.
 
     Raises:
         ForedraftError: without a tokenizer or template, for malformed messages, or if the template raises.
     """
     if tokenizer is None:
         raise ForedraftError("chat needs a tokenizer; pass token ids to generate() instead")
-    _check_messages(messages)
+    _check_messages(messages, takes_images)
     if chat_template is None and not has_chat_template(tokenizer):
         raise ForedraftError(
             "the model has no chat template; give chat_template=... (foredraft.chat.PLAIN_TEMPLATE writes "
@@ -79,7 +85,40 @@ def encode_chat(
     return [*ids, end] if is_source and end is not None and ids[-1:] != [end] else ids
 
 
-def _check_messages(messages: Conversation) -> None:
+def has_images(messages: Conversation) -> bool:
+    """Whether a conversation has parts with images."""
+    return bool(_list_image_parts(messages))
+
+
+def list_images(messages: Conversation) -> list[Any]:
+    """List the images of a conversation in order: paths, bytes, images of Pillow, and data URLs.
+
+    They stand in parts of contents, {"type": "image", "image": IMAGE} or, as for servers, {"type": "image_url",
+    "image_url": {"url": "data:image/png;base64,..."}}.
+    """
+    return [_read_image_part(part) for part in _list_image_parts(messages)]
+
+
+def _list_image_parts(messages: Conversation) -> list[Message]:
+    contents = [message.get("content") for message in messages if isinstance(message, Mapping)]
+    parts = [part for content in contents if isinstance(content, list | tuple) for part in content]
+    return [part for part in parts if isinstance(part, Mapping) and part.get("type") in _IMAGE_TYPES]
+
+
+def _read_image_part(part: Message) -> Any:
+    if part["type"] == "image" and part.get("image") is not None:
+        return part["image"]
+    url = part.get("image_url")
+    url = url.get("url") if isinstance(url, Mapping) else url
+    if part["type"] == "image" or not isinstance(url, str):
+        raise ForedraftError(
+            'a part with an image is {"type": "image", "image": PATH, bytes or an image of Pillow}, or {"type": '
+            f'"image_url", "image_url": {{"url": "data:image/png;base64,..."}}}}; got {part!r:.80}'
+        )
+    return decode_data_url(url)
+
+
+def _check_messages(messages: Conversation, takes_images: bool) -> None:
     if isinstance(messages, str | Mapping) or not len(messages):
         raise ForedraftError('messages must be a list such as [{"role": "user", "content": "Hello"}]')
     for i, message in enumerate(messages):
@@ -87,14 +126,18 @@ def _check_messages(messages: Conversation) -> None:
             raise ForedraftError(f"message {i} must be a dict with 'role' and 'content', got {message!r:.80}")
         content = message["content"]
         for part in content if isinstance(content, list | tuple) else ():
+            if takes_images and isinstance(part, Mapping) and part.get("type") in _IMAGE_TYPES:
+                continue
             if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
                 kind = part.get("type") if isinstance(part, Mapping) else part
                 raise ForedraftError(
-                    f"message {i} has a part {kind!r:.80}, and only text is read, no images; give parts such as "
-                    '{"type": "text", "text": "Hello"}'
+                    f"message {i} has a part {kind!r:.80}, and text alone is read, no images; give parts such as "
+                    '{"type": "text", "text": "Hello"}, and images to LLM.chat of a model with max_images'
                 )
 
 
 def _join_parts(content: Any) -> Any:
-    """Join the text parts of a content. Templates that read parts get one."""
+    """Join the text parts of a content. Templates that read parts get one. With images, the parts stay."""
+    if isinstance(content, list | tuple) and any(part["type"] in _IMAGE_TYPES for part in content):
+        return [{"type": "text", "text": part["text"]} if part["type"] == "text" else IMAGE_PART for part in content]
     return "".join(part["text"] for part in content) if isinstance(content, list | tuple) else content

@@ -6,11 +6,12 @@ from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
 
-from foredraft.chat import Conversation, encode_chat, has_chat_template, list_conversations
+from foredraft.chat import Conversation, encode_chat, has_chat_template, has_images, list_conversations
 from foredraft.engine.engine import Engine
 from foredraft.engine.shared_engine import SharedEngine
 from foredraft.engine.transcript import Transcript
 from foredraft.errors import ForedraftError
+from foredraft.image_chat import ImageChat
 from foredraft.models.hf import HFModel
 from foredraft.models.prompts import Prompt, list_prompts
 from foredraft.outputs import Completion, Delta
@@ -23,7 +24,7 @@ Parameters = TypeVar("Parameters", Sampling, RequestOptions)
 log = logging.getLogger("foredraft.llm")  # the module of the public class: log settings of programs have this name
 
 
-class CompletionGenerator:
+class CompletionGenerator(ImageChat):
     """Methods of `LLM` that take prompts. `LLM` sets the fields, and its `close` deletes them."""
 
     target: HFModel
@@ -43,8 +44,9 @@ class CompletionGenerator:
         """Generate completions of every prompt, `n` samples each, in order.
 
         Args:
-            prompts: a string, a list of token ids, a `Seq2Seq` for an encoder-decoder model, or a list of these. The
-                chat template of the model is not applied; `chat` applies it.
+            prompts: a string, a list of token ids, a `Seq2Seq` for an encoder-decoder model, an `ImagePrompt` for a
+                vision-language model, or a list of these. The chat template of the model is not applied; `chat` applies
+                it.
             sampling: one for all prompts, or one per prompt. Default None = `Sampling()`: temperature 1.0, at most 128
                 tokens. The default temperature of the command line is 0.0.
             options: verification rule, draft length, prediction and so on: one for all prompts, or one per prompt.
@@ -75,7 +77,8 @@ class CompletionGenerator:
         """Answer one conversation, or each of several, with the chat template of the model.
 
         Args:
-            messages: dicts with `role` and `content`, oldest first; a list of such lists is several conversations.
+            messages: dicts with `role` and `content`, oldest first; a list of such lists is several conversations. A
+                content may be a list of parts with text and images, as of `foredraft.chat.list_images`.
             sampling: one for all conversations, or one each, as for `generate`.
             options: likewise.
             chat_template: Jinja source. Default None = the template of the model.
@@ -84,10 +87,10 @@ class CompletionGenerator:
         Raises:
             ForedraftError: for malformed messages, or without a template.
         """
-        prompts = [
-            self.encode_chat(one, chat_template=chat_template, template_options=template_options)
-            for one in list_conversations(messages)
-        ]
+        prompts: list[Prompt] = []
+        for one in list_conversations(messages):
+            encode = self.encode_image_chat if has_images(one) else self.encode_chat
+            prompts.append(encode(one, chat_template=chat_template, template_options=template_options))
         return self.generate(prompts, sampling, options=options)
 
     def encode_chat(

@@ -70,6 +70,8 @@ class LLM(TargetHolder, CompletionGenerator):
             decoding without near ties: native code on CPU, slower kernels on CUDA for dense models. Default False.
         kv_dtype: of the target's keys and values. "int8" halves their memory on CPU and changes the output a little,
             with drafts as without. Default "auto" = its own.
+        max_images: images of a request at most, for a vision-language model: `ImagePrompt`, and parts of messages.
+            Default 0 = its image part is not loaded.
 
     Raises:
         ForedraftError: one line that says what to do.
@@ -102,6 +104,7 @@ class LLM(TargetHolder, CompletionGenerator):
         shares_weights_of: "LLM | None" = None,
         exact: bool = False,
         kv_dtype: str = "auto",
+        max_images: int = 0,
     ) -> None:
         check_process()
         self._named_rule = parse_rule(drafter, verify)
@@ -110,6 +113,7 @@ class LLM(TargetHolder, CompletionGenerator):
             model, dtype=dtype, quantization=quantization, device=device, tokenizer=tokenizer, lora=lora,
             max_model_len=max_model_len, fused=fused, revision=revision, tensor_parallel_size=tensor_parallel_size,
             sharer=None if shares_weights_of is None else shares_weights_of.target, exact=exact, kv_dtype=kv_dtype,
+            max_images=max_images,
         )  # fmt: skip
         self.target, self.tokenizer = loaded.model, loaded.tokenizer
         self.builtin, self.fused = loaded.builtin, loaded.fused

@@ -7,6 +7,7 @@ from typing import Any
 from foredraft.drafters.spec import DrafterSpec
 from foredraft.engine.transcript import Transcript
 from foredraft.errors import ForedraftError
+from foredraft.image_prompt import ImagePrompt
 from foredraft.models.hf import HFModel
 from foredraft.models.prompts import Prompt, encode_bad_words, encode_prediction, read_prompt
 from foredraft.request import Request
@@ -49,7 +50,7 @@ class RequestFactory:
         Raises:
             ForedraftError: for a prompt or an option that this model does not support.
         """
-        ids, source = read_prompt(self.target, self.tokenizer, prompt)
+        ids, source, images = read_prompt(self.target, self.tokenizer, prompt)
         rule = self.rule if options.verify is None else find_rule(options.verify)
         rule = rule or self._choose_rule(sampling)
         _check_simulation(rule, sampling, options)
@@ -57,8 +58,7 @@ class RequestFactory:
         self._check_ids(sampling, prediction, options.shown_tokens)
         seed = int.from_bytes(os.urandom(8), "little") if sampling.seed is None else sampling.seed
         bad_words = encode_bad_words(self.target, self.tokenizer, sampling.bad_words)
-        content = prompt.source if isinstance(prompt, Seq2Seq | PreparedPrompt) else prompt
-        text = content if isinstance(content, str) else None
+        text = _find_text(prompt)
         page_salt = options.salt
         if source is not None:  # the decoder's KV depends on the source too
             page_salt = source.digest + page_salt
@@ -80,6 +80,7 @@ class RequestFactory:
             page_salt=page_salt,
             source=source,
             adapter=adapter,
+            images=images,
         )
         result: list[Transcript] = []
         for sample in range(sampling.n):
@@ -119,6 +120,16 @@ class RequestFactory:
             raise ForedraftError(
                 f"{self.target.name} has no tokenizer, so stop strings cannot be found; use stop_token_ids"
             )
+
+
+def _find_text(prompt: Prompt) -> str | None:
+    """Return the text of a prompt; None if it is given as token ids."""
+    content: Any = prompt
+    if isinstance(prompt, Seq2Seq | PreparedPrompt):
+        content = prompt.source
+    elif isinstance(prompt, ImagePrompt):
+        content = prompt.text
+    return content if isinstance(content, str) else None
 
 
 def _check_simulation(rule: Rule, sampling: Sampling, options: RequestOptions) -> None:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from foredraft.loaded_adapter import LoadedAdapter
+from foredraft.placed_images import PlacedImages
 from foredraft.request_options import RequestOptions
 from foredraft.sampling.params import Sampling
 from foredraft.source import EncoderSource
@@ -29,6 +30,7 @@ class RequestSpec:
     page_salt: bytes = b""
     source: EncoderSource | None = None  # input of the encoder, if the model has one; `prompt` is then the decoder's
     adapter: LoadedAdapter | None = None  # LoRA adapter of the target, by the name in the options
+    images: PlacedImages | None = None  # images of the prompt, encoded
 
     @property
     def input_tokens(self) -> tuple[int, ...]:

@@ -1,6 +1,7 @@
 """Loading of the target of an `LLM`, with its tokenizer: a folder, a hub id, a built-in model or a loaded one."""
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from foredraft.files.hub import find_revision
 from foredraft.kernels.cpu.library import load_library
 from foredraft.kernels.quantize import check_quantization
 from foredraft.models.hf import HFModel
+from foredraft.models.images.loading import check_image_options, wrap_with_images
 from foredraft.models.kv_dtype import AUTO, apply_kv_dtype
 from foredraft.models.loading import check_cpu_dtype, load_model, load_tokenizer, parse_device, read_vocab_size
 from foredraft.models.lora import merge_lora
@@ -47,6 +49,7 @@ def load_target(
     sharer: HFModel | None = None,
     exact: bool = False,
     kv_dtype: str = "auto",
+    max_images: int = 0,
 ) -> LoadedTarget:
     """Load a target; arguments as of `LLM`, whose `shares_weights_of` is `sharer`.
 
@@ -57,6 +60,7 @@ def load_target(
         _check_shared_load(model, tensor_parallel_size)
     if isinstance(model, HFModel):
         return _reuse_target(model, max_model_len, tokenizer, exact, kv_dtype)
+    check_image_options(model, max_images, tensor_parallel_size)
     check_quantization(quantization)
     check_options(tensor_parallel_size, quantization, fused, exact, kv_dtype)
     _check_types(max_model_len, tokenizer, exact)
@@ -71,13 +75,12 @@ def load_target(
             parallel = load_parallel_model(folder, name, dtype, device, tensor_parallel_size)
             loaded = parallel.model
         else:  # an adapter may be for the image encoder too, so it needs the whole model; it changes rounded weights
-            loaded = load_model(folder, dtype, parse_device(device), 1, None if lora else quantization, lora is None)
+            is_text, rounding = lora is None and not max_images, None if lora else quantization
+            loaded = load_model(folder, dtype, parse_device(device), 1, rounding, is_text)
         loaded = loaded if lora is None else merge_lora(loaded, lora, name)
     else:
-        check_loaded_model(tensor_parallel_size)
+        _check_loaded(tensor_parallel_size, revision)
         loaded, name = name, getattr(name, "name_or_path", "") or type(name).__name__
-        if revision is not None:
-            raise ForedraftError("a loaded model has no revision; leave revision out")
     if isinstance(tokenizer, (str, Path)):
         source = own_tokenizer if tokenizer == AUTO_TOKENIZER else str(tokenizer)
         tokenizer = None if source is None else _load_tokenizer(source, loaded, is_required=tokenizer != AUTO_TOKENIZER)
@@ -87,7 +90,8 @@ def load_target(
     is_ours = isinstance(model, (str, Path)) or model is None
     _check_fused(loaded, name, fused)
     is_fused = is_ours or quantization is not None or exact or kv_dtype != AUTO if fused is None else fused
-    target = wrap_model(loaded, name, is_fused, is_ours, quantization, sharer, exact)
+    wrap = partial(wrap_model, loaded, name, is_fused, is_ours, quantization, sharer, exact)
+    target = wrap_with_images(loaded, wrap, str(own_tokenizer), max_images) if max_images else wrap()
     target = apply_kv_dtype(target, kv_dtype).with_context(max_model_len)
     return LoadedTarget(target, tokenizer, builtin, fused is not False)
 
@@ -120,6 +124,13 @@ def _check_types(max_model_len: Any, tokenizer: Any, exact: Any) -> None:
         raise ForedraftError(f"max_model_len must be an integer or None, got {max_model_len!r:.80}")
     if not isinstance(tokenizer, (str, Path)) and not callable(tokenizer) and tokenizer is not None:
         raise ForedraftError(f"tokenizer takes a tokenizer, its folder or hub id, or None; got {tokenizer!r:.80}")
+
+
+def _check_loaded(tensor_parallel_size: int, revision: str | None) -> None:
+    """Raise ForedraftError if a loaded model is given with options of a folder or hub id."""
+    check_loaded_model(tensor_parallel_size)
+    if revision is not None:
+        raise ForedraftError("a loaded model has no revision; leave revision out")
 
 
 def _check_shared_load(model: Any, tensor_parallel_size: int) -> None:

@@ -47,7 +47,7 @@ class Subject:
         """Encode the prompts for an LLM with a drafter."""
         encoded: list[EncodedPrompt] = []
         for text in texts:
-            ids, source = read_prompt(llm.target, llm.tokenizer, text)
+            ids, source, _ = read_prompt(llm.target, llm.tokenizer, text)
             encoded.append(ids if source is None else PreparedPrompt(source, ids))
         subject = cls(llm, llm.with_drafter(None), tuple(encoded), llm.rule or REJECT)
         if llm.rule is not None:

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from foredraft import zoo
 from foredraft.cli.options import AUTO, METHOD_SEPARATOR, NONE, ModelOptions
@@ -16,6 +16,7 @@ from foredraft.errors import suggest
 from foredraft.outputs import Completion, Delta
 
 if TYPE_CHECKING:
+    from foredraft.image_prompt import EncodedImagePrompt, ImagePrompt
     from foredraft.llm import LLM, MemoryLimits
     from foredraft.request_options import RequestOptions
     from foredraft.sampling.params import Sampling
@@ -26,7 +27,7 @@ VOCAB_OPTION = "vocab"  # option of methods that can draft in another vocabulary
 ATTRIBUTE_SEPARATOR = ":"  # in package.module:METHOD
 
 
-CliPrompt = str | list[int]  # text, or the token ids of a rendered chat
+CliPrompt: TypeAlias = "str | list[int] | ImagePrompt | EncodedImagePrompt"  # text, a rendered chat, or with images
 
 
 class CliGenerator(Protocol):
@@ -50,6 +51,10 @@ class CliGenerator(Protocol):
     def context_length(self) -> int: ...
 
     def encode_chat(self, messages: Sequence[dict[str, str]], *, chat_template: str | None = None) -> list[int]: ...
+
+    def encode_image_chat(
+        self, messages: Sequence[dict[str, Any]], *, chat_template: str | None = None
+    ) -> "EncodedImagePrompt": ...
 
 
 @dataclass(frozen=True)
@@ -293,6 +298,7 @@ def load_llm(
         shares_weights_of=base,
         exact=options.exact,
         kv_dtype=options.kv_dtype,
+        max_images=options.num_images,
     )
 
 

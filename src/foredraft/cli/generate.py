@@ -204,12 +204,21 @@ class GenerateJob:
 
     def _render_prompts(self, generator: CliGenerator) -> list[CliPrompt]:
         """Return the prompts as the model reads them: with --chat, token ids of the chat template."""
+        images = self.options.image or []
+        if images and not self.options.chat:
+            from foredraft.image_prompt import ImagePrompt
+
+            return [ImagePrompt(prompt, images) for prompt in self.prompts]
         if not self.options.chat:
             return list(self.prompts)
         if not generator.has_chat_template:
             raise ForedraftError(
                 "the model has no chat template; leave --chat out, or use `foredraft chat`, which takes --chat-template"
             )
+        if images:
+            parts = [{"type": "image", "image": path} for path in images]
+            contents = [[*parts, {"type": "text", "text": prompt}] for prompt in self.prompts]
+            return [generator.encode_image_chat([{"role": "user", "content": content}]) for content in contents]
         return [generator.encode_chat([{"role": "user", "content": prompt}]) for prompt in self.prompts]
 
     def _measure_methods(self, generators: dict[str, CliGenerator]) -> list[compare.MethodRow]:

@@ -40,6 +40,14 @@ class GenerateOptions(OutputOptions, SamplingOptions, AdapterOptions):
     chat: Annotated[
         bool, _make_option("Put each prompt into the model's chat template as a user message.", "--chat")
     ] = False
+    image: Annotated[
+        list[str] | None,
+        _make_option(
+            "Image for a vision-language model; repeatable. With --chat it stands before the prompt, otherwise the "
+            "prompt has the model's placeholder for it.",
+            metavar="PATH",
+        ),
+    ] = None
     file: Annotated[
         list[str],
         _make_option("Read a prompt from this file; repeatable, one prompt per file.", "--file", "-f", metavar="PATH"),
@@ -52,3 +60,8 @@ class GenerateOptions(OutputOptions, SamplingOptions, AdapterOptions):
             metavar="PATH",
         ),
     ] = None
+
+    @property
+    def num_images(self) -> int:
+        """Number of --image."""
+        return len(self.image or ())

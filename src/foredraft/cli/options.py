@@ -56,8 +56,22 @@ def _name_option(message: str, options: object) -> str:
     return f"--{name.replace('_', '-')} {rest}" if hasattr(options, name) else message
 
 
+class ModelParts:
+    """Parts of a target beside its text part, for which only some commands have options."""
+
+    @property
+    def adapter_folders(self) -> dict[str, str]:
+        """Folders of LoRA adapters by name."""
+        return {}
+
+    @property
+    def num_images(self) -> int:
+        """Images of a request at most."""
+        return 0
+
+
 @dataclass(frozen=True)
-class ModelOptions:
+class ModelOptions(ModelParts):
     """Options of the target, the drafter and the device."""
 
     model: Annotated[
@@ -214,11 +228,6 @@ class ModelOptions:
     def method_options(self) -> dict[str, Any]:
         """Settings of the method from --spec-option. Raises UsageError for one that is not KEY=VALUE."""
         return _parse_settings(self.spec_option or [])
-
-    @property
-    def adapter_folders(self) -> dict[str, str]:
-        """Folders of LoRA adapters by name; none without an option for them."""
-        return {}
 
     @property
     def draft_models(self) -> str | list[str] | None:

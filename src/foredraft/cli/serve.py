@@ -4,7 +4,6 @@ This file turns options into settings and loads the model; the server is in `for
 """
 
 import ipaddress
-import logging
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,8 +11,10 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
+from foredraft.cli.access_log import enable_access_log
 from foredraft.cli.backend import CliBackend, load_llm, resolve_single_method
 from foredraft.cli.engine_options import LOAD_PANEL
+from foredraft.cli.image_options import ImageServeOptions
 from foredraft.cli.keys import read_key
 from foredraft.cli.message_formats import (
     CALL_FORMAT_NAMES,
@@ -27,7 +28,6 @@ from foredraft.cli.prompts import read_template_file
 from foredraft.cli.replicas import build_replica_spec, serve_replicas
 from foredraft.cli.shell import UsageError, print_line
 from foredraft.cli.simulation import describe_simulation, read_drafter_options
-from foredraft.cli.stored_responses import StoredResponseOptions
 from foredraft.errors import ForedraftError, format_install_command
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ INSTALL_ERROR = f"foredraft serve needs FastAPI, uvicorn and prometheus-client: 
 
 
 @dataclass(frozen=True)
-class ServeOptions(StoredResponseOptions):
+class ServeOptions(ImageServeOptions):
     """Options of `foredraft serve`."""
 
     model_argument: Annotated[
@@ -182,7 +182,7 @@ def serve(ctx: typer.Context, options: ServeOptions) -> None:
             raise
         raise ForedraftError(INSTALL_ERROR) from None
     if settings.has_access_log:
-        _enable_access_log()
+        enable_access_log()
     limits = build_worker_limits(options)
 
     def make_loader(model_options: ServeOptions, lora: str | None) -> ModelLoader:
@@ -287,6 +287,8 @@ def build_settings(options: ServeOptions) -> "ServerSettings":
         has_traces=options.traces,
         stored_responses=options.stored_responses,
         stored_response_bytes=options.stored_response_bytes,
+        media_folder=options.media_folder,
+        limits=options.make_limits(),
     )
 
 
@@ -309,16 +311,6 @@ def _read_allowed_hosts(options: ServeOptions, key: str | None) -> tuple[str, ..
     if key is not None or not is_local(options.host):
         return None
     return tuple(name.lower() for name in options.allowed_host or ())
-
-
-def _enable_access_log() -> None:
-    """Log each request as one line on standard error, without level and logger name."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
-    access = logging.getLogger("foredraft.access")
-    access.addHandler(handler)
-    access.setLevel(logging.INFO)
-    access.propagate = False
 
 
 def read_model_names(options: ServeOptions) -> tuple[str, ...]:

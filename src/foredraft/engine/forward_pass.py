@@ -40,4 +40,5 @@ def build_forward_batch(
         full_logit_requests=with_prompt_logits,
         sources=[r.spec.source for r in requests],  # encoder inputs; None for decoder-only models
         adapters=[r.spec.adapter for r in requests],
+        images=[r.spec.images for r in requests],
     )

@@ -17,7 +17,10 @@ class Preemption:
 
     def has_room(self, running: Sequence[Request]) -> bool:
         """Return whether the pages last for any chunks of these requests. False may be wrong, and True is not."""
-        return self.allocator.num_available >= self._pages_per_chunk * len(running)
+        num_block_pages = sum(
+            r.spec.images.longest_block // self.allocator.page_size + 1 for r in running if r.spec.images is not None
+        )
+        return self.allocator.num_available >= self._pages_per_chunk * len(running) + num_block_pages
 
     def choose(
         self,
@@ -57,7 +60,7 @@ class Preemption:
         allocator = self.allocator
         staying = [r for r in running if r not in leaving]
         needed = {
-            r: max(allocator.count_pages(min(r.num_tokens, r.num_computed + self.limits.max_chunk)) - len(r.pages), 0)
+            r: max(allocator.count_pages(min(r.num_tokens, r.num_computed + self._get_chunk(r))) - len(r.pages), 0)
             for r in staying
             if allowed is None or r in allowed
         }
@@ -70,3 +73,8 @@ class Preemption:
             tables.append(victim.pages)
             num_needed -= needed.get(victim, 0)
         return victims
+
+    def _get_chunk(self, request: Request) -> int:
+        """Return the most tokens of a request in a step; those of an image may have to be in one."""
+        images = request.spec.images
+        return self.limits.max_chunk if images is None else max(self.limits.max_chunk, images.longest_block)

@@ -37,8 +37,13 @@ class RequestMemory:
         self.states = StateMemory(scheduler.allocator, target_pool, drafter)
 
     def check_fits(self, request: Request) -> None:
-        """Raise ForedraftError if the request needs more KV memory than the pool has."""
-        allocator = self.scheduler.allocator
+        """Raise ForedraftError if the request needs more KV memory than the pool has, or more tokens than one step."""
+        allocator, limits, images = self.scheduler.allocator, self.scheduler.limits, request.spec.images
+        if images is not None and images.longest_block > limits.max_step_tokens - limits.max_batch:
+            raise ForedraftError(
+                f"the {images.longest_block} tokens of an image are computed in one step, and a step has "
+                f"{limits.max_step_tokens - limits.max_batch} for a prompt; raise max_step_tokens or lower max_batch"
+            )
         max_length = len(request.spec.prompt) + request.spec.max_output_tokens
         # One page of the pool is the null page, which only padding uses.
         if allocator.count_pages(max_length) > allocator.num_pages - 1:

@@ -37,6 +37,11 @@ def select_chunks(running: Sequence[Request], limits: SchedulerLimits) -> list[C
     for request in order:
         missing = request.num_tokens - request.num_computed
         chunk = 1 if missing == 1 else min(missing, limits.max_chunk, prompt_tokens_left, tokens_left)
+        if chunk > 0 and missing > 1 and request.spec.images is not None:
+            chunk = request.spec.images.fit_chunk(request.num_computed, chunk)
+            chunk = (
+                0 if chunk > tokens_left else chunk
+            )  # a block is computed in one pass: it waits for a step with room
         if chunk > 0:
             chunks.append((request, chunk))
             tokens_left -= chunk

@@ -57,13 +57,16 @@ class PackedRows:
         return int(self.record.num_logits)
 
     @classmethod
-    def pack(cls, spans: Sequence[RowSpan], logit_rows: Sequence[int], page_size: int) -> "PackedRows":
+    def pack(
+        cls, spans: Sequence[RowSpan], logit_rows: Sequence[int], page_size: int, ahead: Sequence[int] | None = None
+    ) -> "PackedRows":
         """Pack the rows in the order of the spans.
 
         Args:
             spans: parts of requests.
             logit_rows: rows that need logits.
             page_size: slots per page.
+            ahead: [T] keys after a row's own, in a chain, that it sees; they end its path. Default None = none.
         """
         lists: list[list[int]] = [[] for _ in range(8)]
         tokens, write, pages, page_at, tails, tail_at, start, tail = lists
@@ -78,10 +81,14 @@ class PackedRows:
             if span.parents is None:
                 tail_at += [len(tails)] * n
                 tail += [node + 1 for node in nodes]
+                if ahead is not None:
+                    tail[-n:] = map(int.__add__, tail[-n:], ahead[len(tail) - n : len(tail)])
                 tails += slots
                 continue
             for node in nodes:
                 path = span.find_path(node)
+                if ahead is not None:
+                    path += range(node + 1, node + 1 + ahead[len(tail)])
                 tail_at.append(len(tails))
                 tail.append(len(path))
                 tails += [slots[i] for i in path]

@@ -39,10 +39,12 @@ class PageIndex:
         if len(hashes) >= num_pages:
             return
         page_size = self.allocator.page_size
-        salt = request.spec.page_salt
+        salt, images = request.spec.page_salt, request.spec.images
         last = hashes[-1] if hashes else blake2b(salt, key=self._key, digest_size=HASH_BYTES).digest()
         for i in range(len(hashes), num_pages):
             tokens = array("q", request.get_tokens(i * page_size, (i + 1) * page_size)).tobytes()
+            if images is not None:
+                tokens += images.digest_tokens(i * page_size, (i + 1) * page_size)
             last = blake2b(last + tokens, key=self._key, digest_size=HASH_BYTES).digest()
             hashes.append(last)
 

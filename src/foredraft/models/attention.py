@@ -105,9 +105,10 @@ def attend_pages(
         [T, Hq, Dv]; float32 from native kernels.
     """
     scale, window, softcap, sinks = attention.scale, attention.sliding_window, attention.softcap, attention.sinks
-    if pool.is_native and sinks is None and can_attend(packed, keys, values):
+    sees_ahead = rows.images is not None and rows.images.has_blocks  # which the kernels do not take
+    if not sees_ahead and pool.is_native and sinks is None and can_attend(packed, keys, values):
         return attend(packed, keys, values, rows.packed_rows, scale, window or 0, softcap or 0.0)
-    if pool.kernels is not None and pool.kernels.can_attend(packed, keys, values):
+    if not sees_ahead and pool.kernels is not None and pool.kernels.can_attend(packed, keys, values):
         return pool.kernels.attend(packed, keys, values, rows.device_rows, scale, window or 0, softcap or 0.0, sinks)
     out: Tensor | None = None
     for group in rows.attention_groups:

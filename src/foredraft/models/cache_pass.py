@@ -139,6 +139,11 @@ class CachePass:
         """Reason why requests cannot have adapters of their own; None if they can."""
         return "it computes attention in code of its own, over padded sequences"
 
+    @property
+    def image_obstacle(self) -> str | None:
+        """Reason why requests cannot have images; None if they can."""
+        return "it computes attention in code of its own, over padded sequences"
+
     def prepare(self, model: Any) -> None:
         """Do nothing: the model keeps its own attention."""
 

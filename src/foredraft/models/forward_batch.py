@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,68 +17,15 @@ from foredraft.kernels.low_rank import AdaptedRows
 from foredraft.kernels.rows import PackedRows
 from foredraft.kv.allocator import NULL_PAGE
 from foredraft.loaded_adapter import LoadedAdapter
+from foredraft.models.pass_images import PassImages
+from foredraft.models.span import Span as Span
+from foredraft.placed_images import PlacedImages
 from foredraft.source import EncoderSource
 from foredraft.tree import TokenTree
 
 # Layer boundary after the final norm: the input of lm_head, transformers' last_hidden_state.
 AFTER_FINAL_NORM = -1
 MAX_PADDED_ROWS = 32  # requests with at most this many rows share one padded attention call
-
-
-class Span(NamedTuple):
-    """Rows of one request in a forward batch: nodes of its tree after `start` tokens with KV.
-
-    The KV of node n is at offset start + n of the request's pages. An earlier pass may have computed some of the nodes.
-    """
-
-    pages: Sequence[int]  # page ids of the request, in order
-    start: int  # tokens before node 0; their KV is written. Position of node 0
-    tokens: Sequence[int]  # token ids of this pass, one per row
-    depths: Sequence[int]  # depth by node index, from node 0 on, nodes of earlier passes included
-    parents: Sequence[int] | None = None  # parent by node index, -1 for node 0; None = a chain
-    first_node: int = 0  # node index of tokens[0], unless `node_subset` is set
-    source: EncoderSource | None = None  # encoder input of the request, for an encoder-decoder model
-    node_subset: Sequence[int] | None = None  # node index of each token; None = consecutive from `first_node` on
-    # Leading nodes that later nodes of this pass follow in a chain, and that no rejection can make the last one.
-    num_settled: int = 0
-    adapter: LoadedAdapter | None = None  # LoRA adapter of the request, for a pass of its target
-
-    @property
-    def node_indices(self) -> Sequence[int]:
-        """Node index of each token."""
-        return (
-            range(self.first_node, self.first_node + len(self.tokens)) if self.node_subset is None else self.node_subset
-        )
-
-    @property
-    def num_nodes(self) -> int:
-        """Number of nodes, those of earlier passes included."""
-        return self.first_node + len(self.tokens) if self.node_subset is None else len(self.depths)
-
-    @property
-    def num_keys(self) -> int:
-        """Number of keys: of the tokens before node 0, and of all nodes."""
-        return self.start + self.num_nodes
-
-    def find_path(self, node: int) -> list[int]:
-        """Return the node indices from node 0 down to this node."""
-        if self.parents is None:
-            return list(range(node + 1))
-        path = []
-        while node >= 0:
-            path.append(node)
-            node = self.parents[node]
-        return path[::-1]
-
-    def build_ancestor_mask(self) -> Tensor:
-        """Build a mask [n, num_nodes] of the nodes that each of the n rows sees: its ancestors and itself."""
-        n, num_nodes = len(self.tokens), self.num_nodes
-        if self.parents is None:
-            return torch.ones(n, num_nodes, dtype=torch.bool).tril(num_nodes - n)
-        mask = torch.zeros(n, num_nodes, dtype=torch.bool)
-        for row, node in enumerate(self.node_indices):
-            mask[row, self.find_path(node)] = True
-        return mask
 
 
 @dataclass(frozen=True)
@@ -166,6 +112,7 @@ class ForwardBatch:
         full_logit_requests: Sequence[int] = (),
         sources: Sequence[EncoderSource | None] | None = None,
         adapters: Sequence[LoadedAdapter | None] | None = None,
+        images: Sequence[PlacedImages | None] | None = None,
     ) -> "ForwardBatch":
         """Build the forward pass that verifies a token tree.
 
@@ -178,6 +125,7 @@ class ForwardBatch:
             full_logit_requests: batch indices with logits for all nodes. Others have them for scored nodes only.
             sources: [B] encoder inputs. Default None = no encoder.
             adapters: [B] LoRA adapters. Default None = no request has one.
+            images: [B] images of the prompts. Default None = no request has any.
         """
         spans: list[Span] = []
         logit_rows: list[int] = []
@@ -189,8 +137,9 @@ class ForwardBatch:
             shape = None if is_chain else parents
             num_settled = min(tree.roots[b], size - 1)
             adapter = None if adapters is None else adapters[b]
+            placed = None if images is None else images[b]
             spans.append(
-                Span(table, start, tree.tokens[b], tree.depths[b], shape, 0, source, None, num_settled, adapter)
+                Span(table, start, tree.tokens[b], tree.depths[b], shape, 0, source, None, num_settled, adapter, placed)
             )
             logit_rows += range(offset + (0 if b in full_logit_requests else tree.roots[b]), offset + size)
             offset += size
@@ -222,7 +171,9 @@ class ForwardBatch:
 
     @cached_property
     def positions(self) -> Tensor:
-        """Positions [1, T] of the rows: start + depth."""
+        """Positions [1, T] of the rows: start + depth; [A, 1, T] if those of a request have several axes."""
+        if self.images is not None and self.images.positions is not None:
+            return self.images.positions[:, None].to(self.device)
         if self.is_staged:
             return self.device_rows.positions[None]
         positions = [span.start + span.depths[node] for span in self.spans for node in span.node_indices]
@@ -280,6 +231,18 @@ class ForwardBatch:
             return None
         adapters = [None if span.adapter is None else span.adapter.native for span in self.spans]
         return AdaptedRows.pack(adapters, [len(span.tokens) for span in self.spans])
+
+    @cached_property
+    def images(self) -> PassImages | None:
+        """Changes of the pass by images; None = nothing."""
+        return PassImages.collect(self.spans)
+
+    @cached_property
+    def visible_rows(self) -> PackedRows:
+        """`packed_rows`, where tokens of images see later ones too."""
+        if self.images is None or not self.images.has_blocks:
+            return self.packed_rows
+        return PackedRows.pack(self.spans, self.logit_row_list, self.page_size, self.images.ahead)
 
     @cached_property
     def device_rows(self) -> DeviceRows:

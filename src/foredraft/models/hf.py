@@ -21,12 +21,14 @@ from foredraft.models.adapters.adapter_set import AdapterSet
 from foredraft.models.compatibility import examine_causal_lm
 from foredraft.models.exact import make_exact
 from foredraft.models.forward_batch import AFTER_FINAL_NORM, ForwardBatch
+from foredraft.models.images.reader import ImageReader
 from foredraft.models.model_facts import ModelFacts
 from foredraft.models.native.decoder import NativeDecoder, explain_unsupported
 from foredraft.models.packed_linear import check_quantizable, list_packed_weights, pack_linears
 from foredraft.models.packed_pass import ModulePass, PackedPass
 from foredraft.models.recorded_pass import RecordedPasses
 from foredraft.models.recurrent.installation import prepare_pass
+from foredraft.models.text_part import find_other_parts
 from foredraft.models.truncated_modules import Adapter, truncate_model
 from foredraft.source import EncoderSource
 
@@ -57,7 +59,7 @@ class LM(Protocol):
 
 
 @dataclass
-class HFModel(ModelFacts):
+class HFModel(ImageReader, ModelFacts):
     """A transformers causal LM."""
 
     model: Any  # a PreTrainedModel, whose own type annotations are too loose for mypy
@@ -112,7 +114,8 @@ class HFModel(ModelFacts):
         elif is_exact:
             model = make_exact(model, name, is_fused, is_owned, examination.calls)
         elif quantization is not None or (is_native and is_owned and model.dtype in DTYPE_KINDS):
-            model = pack_linears(model, quantization, is_owned, examination.probe, packers)
+            kept = find_other_parts(model)
+            model = pack_linears(model, quantization, is_owned, examination.probe, packers, kept)
         pool, has_exact_modules = KVPool.for_device(model.device, is_native, states), is_exact and fused is None
         return cls(
             model, name, pool, examination.kv_elements, count, fused, module_pass=module_pass,
@@ -226,8 +229,9 @@ class HFModel(ModelFacts):
             return self.fused.forward(forward_batch, self.pool, hidden_layers)
         run = partial(self.module_pass.run, self.model, self.pool)
         with self.modules_lock, self.adapters.changes.apply(forward_batch):
-            # A recording has the addresses of its inputs, and the rows of adapters have none.
-            recorded = None if forward_batch.has_adapters else self.recorded.run(forward_batch, hidden_layers, run)
+            # A recording has the addresses of its inputs, and the rows of adapters and images have none.
+            is_special = forward_batch.has_adapters or forward_batch.images is not None
+            recorded = None if is_special else self.recorded.run(forward_batch, hidden_layers, run)
             return run(forward_batch, hidden_layers) if recorded is None else recorded
 
     def check_boundaries(self, hidden_layers: tuple[int, ...]) -> None:

@@ -2,7 +2,7 @@
 
 import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -85,6 +85,7 @@ def pack_linears(
     is_owned: bool,
     run_probe: Callable[[Any], object] | None = None,
     packers: tuple[PackWeight, PackWeight] | None = None,
+    kept_parts: Sequence[str] = (),
 ) -> Any:
     """Replace the linear modules of a model by packed ones.
 
@@ -98,6 +99,7 @@ def pack_linears(
         is_owned: whether to change the model itself. Otherwise a copy around the same tensors is changed.
         run_probe: short forward pass that shows which weights the model reads directly. Default None = not tested.
         packers: functions that pack a matrix, and that of the head. Default None = those of `quantization`.
+        kept_parts: paths of modules that stay as they are, such as an image encoder. Default () = none.
 
     Returns:
         The model, or its copy.
@@ -107,7 +109,12 @@ def pack_linears(
     pack, pack_head = packers or select_packers(quantization)
     arena, head = Arena(), model.get_output_embeddings()
     kinds = (nn.Linear, GridLinear, Conv1D)
-    linears = [(path, module) for path, module in model.named_modules() if type(module) in kinds]
+    others = tuple(f"{path}." for path in kept_parts)
+    linears = [
+        (path, module)
+        for path, module in model.named_modules()
+        if type(module) in kinds and not f"{path}.".startswith(others)
+    ]
     read_directly: list[nn.Module] = []
     if run_probe is not None:
         with track_weight_reads([module for _, module in linears]) as read_directly:

@@ -11,6 +11,7 @@ from foredraft.kv.pool import KVPool
 from foredraft.models import attention
 from foredraft.models.forward_batch import ForwardBatch
 from foredraft.models.hidden_states import capture_hidden_states
+from foredraft.models.image_modules import add_layer_states, make_input
 from foredraft.models.padded_rows import PaddedRows
 
 
@@ -24,6 +25,10 @@ class ModulePass(Protocol):
     @property
     def adapter_obstacle(self) -> str | None:
         """Reason why requests cannot have adapters of their own, after "because"; None if they can."""
+
+    @property
+    def image_obstacle(self) -> str | None:
+        """Reason why requests cannot have images, after "because"; None if they can."""
 
     def prepare(self, model: Any) -> None:
         """Set the attention implementation with which `run` works."""
@@ -58,6 +63,11 @@ class PackedPass:
         """Reason why requests cannot have adapters of their own; None if they can."""
         return None
 
+    @property
+    def image_obstacle(self) -> str | None:
+        """Reason why requests cannot have images; None if they can."""
+        return None
+
     def prepare(self, model: Any) -> None:
         """Set paged attention."""
         model.set_attn_implementation(attention.ATTENTION_NAME)
@@ -66,9 +76,9 @@ class PackedPass:
         self, model: Any, pool: KVPool, rows: ForwardBatch | PaddedRows, hidden_layers: Sequence[int] = ()
     ) -> tuple[Tensor, Tensor | None]:
         """Run the modules; see `ModulePass.run`."""
-        with capture_hidden_states(model, hidden_layers) as captured:
+        with add_layer_states(model, rows.images), capture_hidden_states(model, hidden_layers) as captured:
             logits: Tensor = model(
-                input_ids=rows.tokens,
+                **make_input(model, rows.tokens, rows.images),
                 position_ids=rows.positions,
                 use_cache=False,
                 logits_to_keep=rows.logit_rows,

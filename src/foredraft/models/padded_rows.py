@@ -57,6 +57,10 @@ class PaddedRows:
         views[TAIL][num_rows:] = 1
         views[FIRST_ROW][num_bounds:] = self.size.rows
 
+    @property
+    def images(self) -> None:
+        """None: passes with images are not recorded."""
+
     @cached_property
     def tokens(self) -> Tensor:
         """Token ids [1, T]."""

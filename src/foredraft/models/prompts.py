@@ -2,52 +2,69 @@
 
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from foredraft.errors import ForedraftError
+from foredraft.image_prompt import EncodedImagePrompt, ImagePrompt
 from foredraft.models.encdec.model import EncoderDecoder
 from foredraft.models.hf import HFModel
+from foredraft.placed_images import PlacedImages
 from foredraft.source import EncoderSource, PreparedPrompt, Seq2Seq
 from foredraft.tokenization.encoding import encode
 
 EMPTY_PROMPT_ERROR = "the prompt is empty; give at least one token of text"
 MESSAGES_ERROR = "the prompt is made of messages, and no chat template is applied here; give them to LLM.chat"
-Prompt = str | Sequence[int] | Seq2Seq | PreparedPrompt
+Prompt = str | Sequence[int] | Seq2Seq | PreparedPrompt | ImagePrompt | EncodedImagePrompt
+ONE_PROMPT = (str, Seq2Seq, PreparedPrompt, ImagePrompt, EncodedImagePrompt)  # of these, no sequence is several prompts
 
 
-def read_prompt(model: HFModel, tokenizer: Any | None, prompt: Prompt) -> tuple[list[int], EncoderSource | None]:
+class PromptInput(NamedTuple):
+    """Input of a model, made of a prompt."""
+
+    tokens: list[int]  # of the decoder
+    source: EncoderSource | None = None  # of an encoder-decoder model
+    images: PlacedImages | None = None  # of a vision-language model
+
+
+def read_prompt(model: HFModel, tokenizer: Any | None, prompt: Prompt) -> PromptInput:
     """Convert a prompt to the input of a model.
 
     Args:
         model: target.
         tokenizer: tokenizer of the target; None = prompts must be token ids.
-        prompt: text, token ids, or a prompt with a source.
-
-    Returns:
-        Token ids of the decoder, and the source of an encoder-decoder model, otherwise None.
+        prompt: text, token ids, or a prompt with a source or with images.
 
     Raises:
         ForedraftError: the prompt is empty, too long, or of a kind that the model does not support.
     """
     if isinstance(model, EncoderDecoder):
+        if isinstance(prompt, ImagePrompt | EncodedImagePrompt):
+            raise ForedraftError(f"{model.name} reads no images; leave them out, or use a vision-language model")
         source, ids = _read_seq2seq_prompt(model, tokenizer, prompt)
-        return ids, source
+        return PromptInput(ids, source)
     if isinstance(prompt, Seq2Seq | PreparedPrompt):
         raise ForedraftError(f"{model.name} has no encoder: give the prompt as text or a list of token ids")
-    ids = _encode_ids(model, tokenizer, prompt)
+    images = None
+    if isinstance(prompt, EncodedImagePrompt):
+        ids, images = list(prompt.tokens), prompt.images
+    elif isinstance(prompt, ImagePrompt) and len(prompt.images):
+        encoder = model.require_image_encoder(model.name)
+        ids, images = encoder.place(_encode_ids(model, tokenizer, prompt.text), encoder.read(prompt.images))
+    else:
+        ids = _encode_ids(model, tokenizer, prompt.text if isinstance(prompt, ImagePrompt) else prompt)
     if not ids:
         raise ForedraftError(EMPTY_PROMPT_ERROR)
     if len(ids) >= model.context_length:
         raise ForedraftError(
             f"the prompt has {len(ids)} tokens and the model's context is {model.context_length}; shorten it"
         )
-    return ids, None
+    return PromptInput(ids, images=images)
 
 
 def _read_seq2seq_prompt(
-    model: EncoderDecoder, tokenizer: Any | None, prompt: Prompt
+    model: EncoderDecoder, tokenizer: Any | None, prompt: str | Sequence[int] | Seq2Seq | PreparedPrompt
 ) -> tuple[EncoderSource, list[int]]:
     """Return the source and the decoder's first tokens. A prompt of text or token ids is the source."""
     if isinstance(prompt, PreparedPrompt):
@@ -120,7 +137,7 @@ def list_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     Raises:
         ForedraftError: there is no prompt.
     """
-    if isinstance(prompts, str | Seq2Seq | PreparedPrompt) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+    if isinstance(prompts, ONE_PROMPT) or (len(prompts) > 0 and isinstance(prompts[0], int)):
         return [prompts]  # type: ignore[list-item]
     if not len(prompts):
         raise ForedraftError(EMPTY_PROMPT_ERROR)

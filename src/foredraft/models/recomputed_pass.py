@@ -44,6 +44,11 @@ class RecomputedPass:
         """Reason why requests cannot have adapters of their own."""
         return "it computes the tokens of several requests again in one pass of its own layout"
 
+    @property
+    def image_obstacle(self) -> str | None:
+        """Reason why requests cannot have images; None if they can."""
+        return "it computes all tokens again in every pass"
+
     def prepare(self, model: Any) -> None:
         """Do nothing: the model keeps its own attention."""
 

@@ -36,7 +36,7 @@ def make_text_class(whole: Any) -> type | None:
         The class, or None if there are no such modules, or if the model does not run without them.
     """
     try:
-        paths = _list_other_parts(whole)
+        paths = list_other_parts(whole)
         _remove_modules(whole, paths)
         _run_around_decoder(whole)
     except Exception:  # the model's own code may raise any exception without these modules
@@ -111,7 +111,12 @@ def _run_around_decoder(model: Any) -> tuple[Tensor, Tensor]:
     return inputs[0], logits
 
 
-def _list_other_parts(model: Any) -> list[str]:
+def find_other_parts(model: Any) -> list[str]:
+    """List the paths of the modules with weights that text does not reach; none for a model of text alone."""
+    return [] if model.config.get_text_config() is model.config else list_other_parts(model)
+
+
+def list_other_parts(model: Any) -> list[str]:
     """List the paths of the modules with weights beside the decoder, the embeddings and the head."""
     decoder = model.get_decoder()
     if decoder is model:

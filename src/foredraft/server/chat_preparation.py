@@ -1,6 +1,6 @@
 """Preparation of a conversation for the engine: prompt, grammar, sampling parameters and parser."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from foredraft.errors import ForedraftError
 from foredraft.server.errors import ApiError
@@ -9,6 +9,7 @@ from foredraft.server.messages.parser import MessageParser
 from foredraft.server.messages.reasoning_format import ReasoningStart
 from foredraft.server.messages.tools import ToolUse
 from foredraft.server.prompts import check_text_size, encode_prediction
+from foredraft.server.request_images import place_images
 from foredraft.server.sampling_params import build_options, build_sampling
 from foredraft.server.schemas import ChatRequest
 from foredraft.server.service import PromptSubmission, Service
@@ -43,7 +44,11 @@ def prepare_chat(service: Service, request: ChatRequest) -> PreparedChat:
     use = read_tool_use(request)
     own = read_grammar(request)
     chat = encode_messages(service, request, use)
-    ids = chat.ids if request.truncate_prompt_tokens is None else chat.ids[-request.truncate_prompt_tokens :]
+    ids, images = chat.ids, chat.images
+    if request.truncate_prompt_tokens is not None:
+        if images is not None:
+            raise ApiError(400, "images cannot be truncated; leave it out", "truncate_prompt_tokens")
+        ids = ids[-request.truncate_prompt_tokens :]
     service.check_length(len(ids), "messages")
     name = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
     service.check_output_length(len(ids), getattr(request, name), name)
@@ -58,7 +63,7 @@ def prepare_chat(service: Service, request: ChatRequest) -> PreparedChat:
     sampling = build_sampling(request, max_tokens, count, request.prompt_logprobs, grammar)
     shown_tokens = service.dialect.list_shown_tokens(use)
     options = build_options(request, encode_prediction(service, request), service.llm.rule, shown_tokens)
-    return PreparedChat(PromptSubmission(ids, sampling, options, grammar_field), use, start)
+    return PreparedChat(PromptSubmission(ids, sampling, options, grammar_field, images), use, start)
 
 
 def encode_messages(service: Service, request: ChatRequest, use: ToolUse, is_counted: bool = False) -> EncodedChat:
@@ -81,4 +86,8 @@ def encode_messages(service: Service, request: ChatRequest, use: ToolUse, is_cou
         adds_prompt = False
     variables = read_variables(request, service.chat_template)
     chat = ChatInput(request.messages, use.described, variables, adds_prompt, request.continue_final_message)
-    return service.chat_template.encode_chat(chat)
+    encoded = service.chat_template.encode_chat(chat)
+    ids, images = place_images(
+        service, encoded.ids, [url for message in request.messages for url in message.image_urls]
+    )
+    return replace(encoded, ids=ids, images=images)

@@ -13,7 +13,7 @@ Model = TypeVar("Model", bound=BaseModel)
 MAX_FIELD_PATH = 128  # characters of a dotted field path in an error message
 _BRANCHES = frozenset(
     "str int float bool dict text texts ids lists parts word named allowed other items message function_call"
-    " function_call_output reasoning_item".split()
+    " function_call_output reasoning_item text_part image_part".split()
 )  # of unions
 _FieldLimit = tuple[int, Callable[[Any], int], str]  # maximum, function that measures a value, words of the message
 

@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 from typing import Any
 
+from foredraft.server.content_parts import join_text
 from foredraft.server.errors import ApiError
 from foredraft.server.infill import InfillTokens
-from foredraft.server.schemas import CompletionRequest, GenerationRequest, join_text
+from foredraft.server.schemas import CompletionRequest, GenerationRequest
 from foredraft.server.service import Service
 from foredraft.tokenization.encoding import encode
 

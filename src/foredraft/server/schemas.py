@@ -15,11 +15,13 @@ Fields beyond OpenAI's and vLLM's:
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
 from foredraft.draft_length.length_table import LengthTable
 from foredraft.errors import ForedraftError
+from foredraft.server.content_parts import ContentPart, ImageContentPart, TextContentPart, join_text
 from foredraft.server.neutral_fields import drop_neutral
+from foredraft.server.strict_model import StrictModel as StrictModel
 from foredraft.verification.registry import VERIFY_OPTIONS
 
 SEED_BOUND = 1 << 63  # seeds are 64-bit signed integers
@@ -53,12 +55,6 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 
 
 MAX_REQUEST_DRAFT = 1024  # longest draft that a request may name, in tokens
-
-
-class StrictModel(BaseModel):
-    """Model that refuses unknown fields, type coercion, NaN and infinities."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class StreamOptions(StrictModel):
@@ -109,24 +105,14 @@ class StructuredOutputs(StrictModel):
     grammar: str | None = None  # Lark syntax of llguidance
 
 
-class TextContentPart(StrictModel):
-    """Text part of the content of a message."""
-
-    type: Literal["text"]
-    text: str
-
-    @field_validator("type", mode="before")
-    @classmethod
-    def _check_type(cls, value: Any) -> Any:
-        if isinstance(value, str) and value != "text":
-            raise ValueError("send parts of type 'text'; this server reads no images, sounds or files")
-        return value
-
-
-ContentParts = Annotated[list[TextContentPart], Field(fail_fast=True, max_length=1024)]
+ContentParts = Annotated[list[ContentPart], Field(fail_fast=True, max_length=1024)]
+TextParts = Annotated[list[TextContentPart], Field(fail_fast=True, max_length=1024)]
 # The union is discriminated by type, because a validator that tries each member reports every entry for each of them.
 MessageContent = Annotated[
     Annotated[str, Tag("text")] | Annotated[ContentParts, Tag("parts")], Discriminator(lambda v: _find_content_kind(v))
+]
+TextContent = Annotated[
+    Annotated[str, Tag("text")] | Annotated[TextParts, Tag("parts")], Discriminator(lambda v: _find_content_kind(v))
 ]
 
 
@@ -134,7 +120,7 @@ class PredictedContent(StrictModel):
     """Predicted output, in the format of OpenAI."""
 
     type: Literal["content"]
-    content: MessageContent
+    content: TextContent
 
 
 class CalledFunction(StrictModel):
@@ -174,7 +160,15 @@ class ChatMessage(StrictModel):
             raise ValueError("tool_calls and reasoning_content belong to messages of the assistant")
         if (self.role == "tool") != (self.tool_call_id is not None):
             raise ValueError("tool_call_id belongs to messages of the role tool, and each of them needs it")
+        if self.role != "user" and self.image_urls:
+            raise ValueError("images belong to messages of the user")
         return self
+
+    @property
+    def image_urls(self) -> list[str]:
+        """URLs of the images of the content, in order."""
+        parts = self.content if isinstance(self.content, list) else ()
+        return [part.image_url.url for part in parts if isinstance(part, ImageContentPart)]
 
     @property
     def text(self) -> str:
@@ -240,11 +234,6 @@ ToolChoice = Annotated[
     | Annotated[AllowedToolsChoice, Tag("allowed")],
     Discriminator(lambda v: _find_choice_kind(v)),
 ]
-
-
-def join_text(content: str | list[TextContentPart]) -> str:
-    """Join the parts of a content to one text."""
-    return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 class RoutedRequest(StrictModel):

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from foredraft.engine.worker import DrainingError, QueueFullError, Worker, WorkerLimits
 from foredraft.errors import ForedraftError
+from foredraft.image_prompt import EncodedImagePrompt
 from foredraft.models.prompts import count_prompt_tokens
+from foredraft.placed_images import PlacedImages
 from foredraft.request_options import RequestOptions
 from foredraft.sampling.params import Sampling
 from foredraft.server.errors import ApiError, make_queue_full_error, make_unavailable_error, quote_name
@@ -35,6 +37,12 @@ class PromptSubmission:
     sampling: Sampling
     options: RequestOptions
     grammar_field: str | None = None  # field of the request that sets the grammar
+    images: PlacedImages | None = None  # images of the prompt
+
+    @property
+    def prompt(self) -> list[int] | EncodedImagePrompt:
+        """Prompt for the model."""
+        return self.ids if self.images is None else EncodedImagePrompt(tuple(self.ids), self.images)
 
 
 class Service:
@@ -227,7 +235,7 @@ class Service:
         result: list[Any] = []
         for prompt in submissions:
             try:
-                result += self.llm.prepare(prompt.ids, prompt.sampling, prompt.options, first_index=len(result))
+                result += self.llm.prepare(prompt.prompt, prompt.sampling, prompt.options, first_index=len(result))
             except ForedraftError as error:
                 param = prompt.grammar_field if "grammar" in str(error) else None
                 raise ApiError(400, self._replace_model_path(str(error)), param) from None

@@ -3,6 +3,10 @@
 from dataclasses import dataclass, field
 
 from foredraft.errors import ForedraftError
+from foredraft.image_files import ImageLimits
+
+BODY_BYTES = 2 << 20  # of a request without images
+MAX_BODY_BYTES = 64 << 20  # of a request with any number of images
 
 
 @dataclass(frozen=True)
@@ -22,7 +26,7 @@ class RequestLimits:
     max_token_ids: int = 4096  # entries of stop_token_ids and of allowed_token_ids
     max_schema_bytes: int = 64 << 10  # bytes of a grammar or JSON schema
     max_text_chars: int = 256 << 10  # characters of a text that may exceed the context, as its tokens are truncated
-    max_body_bytes: int = 2 << 20  # bytes
+    max_body_bytes: int = BODY_BYTES  # bytes
     max_header_bytes: int = 64 << 10  # bytes of all headers together
     max_target_bytes: int = 8 << 10  # bytes of path and query
     max_depth: int = 64  # nesting depth of the JSON body
@@ -31,6 +35,16 @@ class RequestLimits:
     stall_timeout: float = 30.0  # seconds until a stream that the client does not read ends
     template_timeout: float = 2.0  # seconds of rendering a chat template
     max_template_chars: int = 8 << 20  # characters of a rendered chat
+
+
+def make_request_limits(max_images: int) -> RequestLimits:
+    """Return the limits of requests with some images each: a body may hold them in base64, up to MAX_BODY_BYTES.
+
+    Args:
+        max_images: images of a request at most.
+    """
+    bytes_per_image = ImageLimits.max_bytes * 4 // 3 + 1024
+    return RequestLimits(max_body_bytes=min(BODY_BYTES + max_images * bytes_per_image, MAX_BODY_BYTES))
 
 
 @dataclass(frozen=True)
@@ -49,6 +63,7 @@ class ServerSettings:
     has_spec_metrics: bool = False  # report speculative statistics in every response
     stored_responses: int = 1024  # responses of /v1/responses that are stored; 0 = none
     stored_response_bytes: int = 64 << 20  # bytes of all stored responses
+    media_folder: str | None = None  # folder whose files requests may name in file URLs; None = none
     has_traces: bool = False  # serve hidden states and distributions, for training on another machine
     has_vllm_names: bool = True  # report metrics also under vLLM's names
     protects_metrics: bool = False  # require the API key for /metrics and /version too

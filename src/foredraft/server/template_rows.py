@@ -5,7 +5,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from foredraft.chat import IMAGE_PART
 from foredraft.sampling.json_depth import STRING_PATTERN, measure_depth, remove_escapes
+from foredraft.server.content_parts import TextContentPart
 from foredraft.server.messages.tools import Tool
 from foredraft.server.schemas import ChatMessage, MessageToolCall
 from foredraft.server.template_abilities import Rows, TemplateAbilities
@@ -45,7 +47,9 @@ class TemplateRows:
                 return map_value(value)
             if isinstance(value, list):
                 return [copy(one) for one in value]
-            return {map_key(key): copy(one) for key, one in value.items()} if isinstance(value, dict) else value
+            if not isinstance(value, dict) or value == IMAGE_PART:
+                return value
+            return {map_key(key): copy(one) for key, one in value.items()}
 
         rows = [
             {name: value if name == "role" else copy(value) for name, value in row.items()} for row in self.messages
@@ -83,6 +87,8 @@ def _join_systems(rows: Rows) -> Rows:
 def _build_row(message: ChatMessage, abilities: TemplateAbilities, names: dict[str, str]) -> dict[str, Any]:
     role = "system" if message.role == "developer" and not abilities.shows_developer else message.role
     row: dict[str, Any] = {"role": role, "content": message.text}
+    if message.image_urls:
+        row["content"] = [_build_part(part) for part in message.content or ()]
     if message.name is not None:
         row["name"] = message.name
     if message.reasoning_content is not None:
@@ -99,6 +105,10 @@ def _build_row(message: ChatMessage, abilities: TemplateAbilities, names: dict[s
             return {"role": "user", "content": f"Result of {name}: {message.text}"}
         row |= {"tool_call_id": message.tool_call_id, "name": name}
     return row
+
+
+def _build_part(part: Any) -> dict[str, Any]:
+    return {"type": "text", "text": part.text} if isinstance(part, TextContentPart) else IMAGE_PART
 
 
 def _build_call(call: MessageToolCall, has_text_arguments: bool) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from foredraft.chat import PLAIN_TEMPLATE
 from foredraft.errors import ForedraftError
+from foredraft.placed_images import PlacedImages
 from foredraft.server.errors import ApiError
 from foredraft.server.schemas import ChatMessage
 from foredraft.server.settings import ServerSettings
@@ -175,6 +176,7 @@ class EncodedChat:
 
     ids: list[int]
     end: str  # last characters of the rendered text
+    images: PlacedImages | None = None  # images in the place of placeholders; `ids` has them then
 
 
 def compile_template(source: str) -> jinja2.Template:

@@ -122,15 +122,20 @@ class EarlyExit:
         requests = [draft.builder.request for draft in drafts]
         spans = [
             Span(
-                r.pages, r.num_computed, r.get_tokens(r.num_computed, r.num_tokens), range(1), adapter=r.spec.adapter
+                r.pages, r.num_computed, r.get_tokens(r.num_computed, r.num_tokens), range(1), adapter=r.spec.adapter,
+                images=r.spec.images,
             )
             for r in requests
         ]  # fmt: skip
         grow_levels(drafts, self._forward(spans, page_size), partial(self._compute_level, page_size))
 
     def _compute_level(self, page_size: int, drafts: list[GrowingKVDraft]) -> NodeLogits:
-        # the layers are the target's, so they have the request's adapter
-        spans = [draft.build_span()._replace(adapter=draft.builder.request.spec.adapter) for draft in drafts]
+        # the layers are the target's, so they have the request's adapter and the positions after its images
+        specs = [draft.builder.request.spec for draft in drafts]
+        spans = [
+            draft.build_span()._replace(adapter=spec.adapter, images=spec.images)
+            for draft, spec in zip(drafts, specs, strict=True)
+        ]
         return self._forward(spans, page_size)
 
     def _forward(self, spans: Sequence[Span], page_size: int) -> NodeLogits:

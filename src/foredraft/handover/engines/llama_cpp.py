@@ -81,6 +81,8 @@ ENGINE = EngineTable(
         "strict_max_tokens": no_flag("llama-server ends the output at the context"),
         "per_request_spec_metrics": no_flag("responses have draft_n and draft_n_accepted in timings"),
         "allowed_host": no_flag("see --cors-origins, or give an API key"),
+        "max_images": no_flag("llama-server reads images with --mmproj FILE, the image part in GGUF"),
+        "allowed_local_media_path": ServerFlag("--media-path", is_folder=True),
         "protect_metrics": no_flag("close /metrics in a proxy; llama-server has it with --metrics"),
         "tensor_parallel_size": no_flag("see --split-mode and --tensor-split"),
         "replicas": no_flag("start several servers behind a proxy"),

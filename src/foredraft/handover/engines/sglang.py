@@ -1,5 +1,6 @@
 """SGLang. It needs CUDA."""
 
+import json
 from typing import Any
 
 from foredraft.handover.engine import DrafterArguments, EngineDrafter, EngineTable
@@ -72,6 +73,8 @@ ENGINE = EngineTable(
         "strict_max_tokens": no_flag("SGLang always refuses a request that exceeds the context"),
         "per_request_spec_metrics": no_flag("responses of /generate have figures of speculation in meta_info"),
         "allowed_host": no_flag("put a proxy in front, or give an API key"),
+        "max_images": ServerFlag("--limit-mm-data-per-request", convert=lambda count: json.dumps({"image": count})),
+        "allowed_local_media_path": no_flag("send images as data URLs"),
         "protect_metrics": no_flag("close /metrics in a proxy; SGLang has it with --enable-metrics"),
         "tensor_parallel_size": ServerFlag("--tp-size"),
         "replicas": no_flag("start several servers behind its gateway"),

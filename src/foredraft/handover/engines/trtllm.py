@@ -55,6 +55,8 @@ ENGINE = EngineTable(
         "strict_max_tokens": no_flag("TensorRT-LLM always refuses a request that exceeds --max_seq_len"),
         "per_request_spec_metrics": no_flag("/metrics has the figures of the iterations"),
         "allowed_host": no_flag("put a proxy in front"),
+        "max_images": no_flag("it reads the images of models that it knows, without a bound"),
+        "allowed_local_media_path": no_flag("send images as data URLs"),
         "protect_metrics": no_flag("close /metrics in a proxy"),
         "tensor_parallel_size": ServerFlag("--tp_size"),
         "replicas": no_flag("start several servers behind a proxy"),

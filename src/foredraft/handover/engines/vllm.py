@@ -80,6 +80,12 @@ ENGINE = EngineTable(
         "request_timeout": no_flag("set it in the client or in a proxy"),
         "strict_max_tokens": no_flag("vLLM always refuses a request that exceeds the context"),
         "allowed_host": no_flag("put a proxy in front, or give an API key"),
+        "max_images": ServerFlag(
+            "--limit-mm-per-prompt", argument="limit_mm_per_prompt", convert=lambda count: json.dumps({"image": count})
+        ),
+        "allowed_local_media_path": ServerFlag(
+            "--allowed-local-media-path", argument="allowed_local_media_path", is_folder=True
+        ),
         "protect_metrics": no_flag("/metrics of vLLM needs no key; close it in a proxy"),
         "tensor_parallel_size": ServerFlag("--tensor-parallel-size", argument="tensor_parallel_size"),
         "replicas": no_flag("start several servers behind a proxy, or use --format ray"),

@@ -92,7 +92,7 @@ static void find_ranges(query_block *b) {
     const fd_rows *rows = b->rows;
     int longest = find_longest(b), lo = count_keys(rows, longest);
     for (int r = 0; r < b->num_rows; r++) {
-        int from = first_key(b->a, count_keys(rows, b->first_row + r));
+        int from = first_key(b->a, b->first_row + r, count_keys(rows, b->first_row + r));
         if (from < lo) lo = from;
     }
     b->base = lo / KEY_TILE * KEY_TILE;
@@ -101,7 +101,7 @@ static void find_ranges(query_block *b) {
     b->padded = round_up(b->hi, KEY_TILE);
     for (int r = 0; r < b->num_rows; r++) {
         int row = b->first_row + r, common = count_common(rows, row, longest), to = count_keys(rows, row);
-        int from = first_key(b->a, to), own = rows->num_committed[row] + common, first = from > own ? from : own;
+        int from = first_key(b->a, row, to), own = rows->num_committed[row] + common, first = from > own ? from : own;
         if (common == rows->path_length[row]) first = to;
         else first = first / KEY_TILE * KEY_TILE;
         b->ranges[r] = (row_range){from - b->base, to - b->base, first - b->base};

@@ -12,9 +12,10 @@
 
 INLINE int count_keys(const fd_rows *rows, int row) { return rows->num_committed[row] + rows->path_length[row]; }
 
-/* Rank of the first key that a row with `count` keys before and at its place sees. */
-INLINE int first_key(const fd_attention *a, int count) {
-    return a->sliding_window && count > a->sliding_window ? count - a->sliding_window : 0;
+/* Rank of the first key that a row with `count` keys sees. Its window ends at its own key. */
+INLINE int first_key(const fd_attention *a, int row, int count) {
+    int own = a->ahead ? count - a->ahead[row] : count;
+    return a->sliding_window && own > a->sliding_window ? own - a->sliding_window : 0;
 }
 
 /* Slots of the keys from rank `from` to `to` of the row's sequence. */

@@ -94,7 +94,7 @@ typedef struct {
 
 INLINE row_view view_row(const fd_attention *a, const fd_rows *rows, int row, int kv_head, char *scratch) {
     int length = count_keys(rows, row);
-    int from = first_key(a, length), count = length - from;
+    int from = first_key(a, row, length), count = length - from;
     long ranks = (count + KEY_BLOCK - 1) / KEY_BLOCK * KEY_BLOCK;
     int32_t *slots = (int32_t *)scratch;
     find_slots(rows, row, from, length, slots);

@@ -78,8 +78,18 @@ static void apply_rope(float *x, const float *cos, const float *sin, int rotary)
     }
 }
 
+INLINE const float *image_row(const fd_images *images, const float *states, int hidden, int row) {
+    return images && images->index[row] >= 0 ? states + (long)images->index[row] * hidden : NULL;
+}
+
 static void embed(const decoder_only *o, int row, float *to) {
     const fd_model *m = o->model;
+    const fd_images *images = o->d.pass->images;
+    const float *state = images ? image_row(images, images->states, m->hidden, row) : NULL;
+    if (state) {
+        memcpy(to, state, sizeof(float) * m->hidden);
+        return;
+    }
     long at = (long)o->d.rows->tokens[row] * m->hidden;
     for (int i = 0; i < m->hidden; i++) {
         float x = m->has_bf16_embedding ? bf16_to_float(((const uint16_t *)m->embedding)[at + i])
@@ -124,8 +134,15 @@ static void norm_and_rotate_head(const decoder_only *o, const fd_layer *l, int r
     const fd_model *m = o->model;
     const fd_rows *rows = o->d.rows;
     float *x = o->d.qkv + row * qkv_width(&o->d.shape) + (long)head * m->head_dim;
-    long first = (long)(rows->num_committed[row] + rows->path_length[row] - 1) * m->rotary / 2;
+    const fd_images *images = o->d.pass->images;
+    int place = count_keys(rows, row) - 1 - (images ? images->ahead[row] : 0);
+    long first = (long)place * m->rotary / 2;
     if (!m->has_joint_head_norm) rms_norm(x, head < m->heads ? l->q_norm : l->k_norm, m->eps, m->head_dim, x);
+    if (images && images->cos && l->positions == FD_ROTARY) {
+        first = (long)row * m->rotary / 2;
+        apply_rope(x, images->cos + first, images->sin + first, m->rotary);
+        return;
+    }
     if (l->positions == FD_ROTARY) apply_rope(x, m->cos + first, m->sin + first, m->rotary);
     if (l->positions == FD_LOCAL_ROTARY) apply_rope(x, m->local_cos + first, m->local_sin + first, m->rotary);
 }
@@ -166,6 +183,7 @@ static void attention_block(decoder_only *o, fd_team *team, int layer, char *sco
     a.sliding_window = l->sliding_window;
     a.softcap = m->softcap;
     a.sinks = l->sinks;
+    if (d->pass->images) a.ahead = d->pass->images->ahead;
     epilogue e = is_attention_apart(m, l) ? store_branch(d, &l->out) : add_to_residual(d, &l->out, m->residual_scale);
     e.added = change_of(d->pass->adapted, layer, FD_OUT);
     attend_and_project(d, team, &a, d->rows, scores, &l->out, e);
@@ -246,6 +264,20 @@ static void adapter_block(decoder_only *o, fd_team *team, const fd_layer *l) {
     mlp_block(&o->d, team, gated_mlp(l, FD_SILU), rms_norm_of(l->mlp_norm), NO_NORM, e);
 }
 
+/* Adds the states of images that belong to the residual stream after a layer. */
+static void add_image_states(decoder_only *o, fd_team *team, int layer) {
+    decoder *d = &o->d;
+    const fd_images *images = d->pass->images;
+    int hidden = o->model->hidden;
+    if (!images || layer >= images->num_added) return;
+    FOR_EACH_ITEM(r, d->rows->num_rows) {
+        const float *state = image_row(images, images->added[layer], hidden, r);
+        float *to = hidden_row(d, r);
+        for (int i = 0; state && i < hidden; i++) to[i] += state[i];
+    }
+    fd_barrier(team);
+}
+
 /* The part of one member in a pass. scores: its own scratch memory. */
 static void run_decoder_only(decoder_only *o, fd_team *team, char *scores) {
     const fd_model *m = o->model;
@@ -256,6 +288,7 @@ static void run_decoder_only(decoder_only *o, fd_team *team, char *scores) {
         if (m->layer[i].mixer) mixer_block(o, team, i);
         else attention_block(o, team, i, scores);
         gated_mlp_block(o, team, i);
+        add_image_states(o, team, i);
         return_hidden_layer(d, team, i + 1, NO_NORM);
     }
     if (m->adapter) adapter_block(o, team, m->adapter);

@@ -150,6 +150,7 @@ int64_t fd_sizeof(int record) { /* numbered as RECORDS in records.py */
                              sizeof(fd_chain),     sizeof(fd_step),        sizeof(fd_step_network),
                              sizeof(fd_step_pass), sizeof(fd_step_roots),  sizeof(fd_tuning),
                              sizeof(fd_experts),   sizeof(fd_layer_change), sizeof(fd_adapted),
+                             sizeof(fd_images),
                              sizeof(fd_mixer),     sizeof(fd_runs),        sizeof(fd_mixing)};
     return record < (int)(sizeof sizes / sizeof *sizes) ? sizes[record] : 0;
 }

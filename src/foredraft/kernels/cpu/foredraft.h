@@ -151,6 +151,16 @@ typedef struct {
     float *inner;                         /* [num_places, max_rank] A x */
 } fd_adapted;
 
+/* Rows of images. Their states replace the embeddings of their tokens. */
+typedef struct {
+    const int32_t *index;      /* [num_rows] row in `states`, -1 = the embedding of the token */
+    const float *states;       /* [.., hidden] */
+    const int32_t *ahead;      /* [num_rows] keys after a row's own that it sees; its path includes them */
+    const float *cos, *sin;    /* [num_rows, rotary / 2] factors of the rows; NULL = those of their places */
+    const float *const *added; /* [num_added] of [.., hidden]: added to the residual stream after the first layers */
+    int32_t num_added;
+} fd_images;
+
 /* Inputs and outputs of a forward pass. */
 typedef struct {
     void *const *keys, *const *values;             /* [layers] of [slots, kv_heads, head_dim] */
@@ -162,6 +172,7 @@ typedef struct {
     float *logits;       /* [num_logits, V] */
     char *scratch;
     const fd_adapted *adapted; /* NULL = no row has an adapter; decoder-only models */
+    const fd_images *images;   /* NULL = no request has images; decoder-only models */
     const fd_runs *runs;       /* NULL = no layer is recurrent */
     void *const *conv_states, *const *states; /* [layers] states of the recurrent layers, as in fd_mixing */
 } fd_pass;
@@ -178,6 +189,7 @@ typedef struct {
     /* NULL: causal. Otherwise the rows' own positions, which keys may follow; `bias` goes on for 1, ..., max_distance
      * positions ahead. */
     const fd_rows *query_rows;
+    const int32_t *ahead; /* [num_rows] keys after a row's own that it sees, as in fd_images; NULL = none */
 } fd_attention;
 
 typedef struct {

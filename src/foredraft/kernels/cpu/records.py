@@ -158,6 +158,15 @@ class AdaptedRecord(ctypes.Structure):
     )
 
 
+class ImagesRecord(ctypes.Structure):
+    """Rows of images (fd_images)."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in "index states ahead cos sin added".split()),
+        ("num_added", c_int32),
+    )
+
+
 class PassRecord(ctypes.Structure):
     """Inputs and outputs of a forward pass (fd_pass)."""
 
@@ -174,6 +183,7 @@ class PassRecord(ctypes.Structure):
         ("logits", c_void_p),
         ("scratch", c_void_p),
         ("adapted", POINTER(AdaptedRecord)),
+        ("images", POINTER(ImagesRecord)),
         ("runs", POINTER(RunsRecord)),
         ("conv_states", c_void_p),
         ("states", c_void_p),
@@ -195,6 +205,7 @@ class AttentionRecord(ctypes.Structure):
         ("max_distance", c_int32),
         ("sinks", c_void_p),
         ("query_rows", c_void_p),
+        ("ahead", c_void_p),
     )
 
 
@@ -346,6 +357,7 @@ RECORDS = (
     ExpertsRecord,
     LayerChangeRecord,
     AdaptedRecord,
+    ImagesRecord,
     MixerRecord,
     RunsRecord,
     MixingRecord,

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from foredraft.kernels.cpu.library import NativeLibrary, load_library
 from foredraft.kernels.cpu.records import KV_KINDS, LayerRecord, ModelRecord, PassRecord
+from foredraft.kernels.image_rows import NativeImageRows
 from foredraft.kernels.linear import PackedWeight
 from foredraft.kernels.mixers import MixerKernel, NativeRuns
 from foredraft.kernels.scratch import ScratchPool
@@ -217,7 +218,7 @@ class NativeDecoder:
         Returns:
             Logits [R, V], float32, and hidden states [T, F] at the boundaries, concatenated, or None.
         """
-        rows = forward_batch.packed_rows
+        rows, images = forward_batch.visible_rows, _pack_images(forward_batch, self.rotary_tables)
         self.check_tokens(forward_batch)
         self.extend_rotary(rows.record.max_keys)
         pool.reserve(self.kv_samples, forward_batch.num_slots)
@@ -241,6 +242,7 @@ class NativeDecoder:
             logits=logits.data_ptr(),
             scratch=scratch.data_ptr(),
             adapted=None if adapted is None else ctypes.pointer(adapted.record),
+            images=None if images is None else ctypes.pointer(images.record),
         )
         if runs is not None and pool.states is not None:
             job.runs = ctypes.pointer(runs.record)
@@ -278,6 +280,18 @@ class NativeDecoder:
             self.record.cos, self.record.sin = (factors.data_ptr() for factors in main)
             self.record.local_cos, self.record.local_sin = (factors.data_ptr() for factors in local)
             self.num_positions = size
+
+
+def _pack_images(forward_batch: ForwardBatch, rotary_tables: RotaryTables) -> NativeImageRows | None:
+    """Pack the rows of images; None if images change nothing in the pass."""
+    images = forward_batch.images
+    if images is None:
+        return None
+    factors = None
+    if images.positions is not None:
+        assert rotary_tables.mixed is not None, "positions with several axes, and rotary factors of one"
+        factors = rotary_tables.mixed(images.positions)
+    return NativeImageRows.pack(images.index, images.ahead, images.states, images.layer_states, factors)
 
 
 def _list_kv_heads(record: ModelRecord) -> list[int]:

@@ -2,12 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 RotaryTable = Callable[[int], tuple[Tensor, Tensor]]  # positions -> cos and sin [positions, rotary / 2]
+MixedFactors = Callable[[Tensor], tuple[Tensor, Tensor]]  # positions [A, T] -> cos and sin [T, rotary / 2]
 
 
 @dataclass(frozen=True)
@@ -16,6 +18,7 @@ class RotaryTables:
 
     main: RotaryTable
     local: RotaryTable | None = None  # of layers with a sliding window; None = the same
+    mixed: MixedFactors | None = None  # factors of positions with several axes, if the module takes them
 
     @classmethod
     def from_module(
@@ -28,9 +31,10 @@ class RotaryTables:
             has_paired_factors: whether it repeats its factors by pairs. Default False = by halves.
             has_single_factors: whether it does not repeat its factors. Default False.
         """
+        take_half: Callable[[Tensor], Tensor] = _take_every_other if has_paired_factors else take_first_half
         if has_single_factors:
-            return cls(_make_table(module, Tensor.contiguous))
-        return cls(_make_table(module, _take_every_other if has_paired_factors else take_first_half))
+            take_half = _take_all
+        return cls(_make_table(module, take_half), mixed=partial(_mix_factors, module, take_half))
 
     @classmethod
     def from_module_by_type(cls, module: Any) -> "RotaryTables":
@@ -62,9 +66,19 @@ def _make_table(module: Any, take_half: Callable[[Tensor], Tensor], *layer_type:
     return table
 
 
+def _mix_factors(module: Any, take_half: Callable[[Tensor], Tensor], positions: Tensor) -> tuple[Tensor, Tensor]:
+    with torch.inference_mode():
+        cos, sin = module(torch.empty(0, dtype=torch.float32), positions[:, None])
+    return take_half(cos[0]), take_half(sin[0])
+
+
 def take_first_half(factors: Tensor) -> Tensor:
     """Return the first half [positions, rotary / 2] of every row of [positions, rotary]; the second half is equal."""
     return factors[:, : factors.shape[-1] // 2].contiguous()
+
+
+def _take_all(factors: Tensor) -> Tensor:
+    return factors.contiguous()
 
 
 def _take_every_other(factors: Tensor) -> Tensor:

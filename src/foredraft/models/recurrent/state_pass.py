@@ -11,6 +11,7 @@ from foredraft.kv.pool import KVPool
 from foredraft.models import attention
 from foredraft.models.forward_batch import ForwardBatch
 from foredraft.models.hidden_states import capture_hidden_states
+from foredraft.models.image_modules import add_layer_states, make_input
 from foredraft.models.padded_rows import PaddedRows
 from foredraft.models.recurrent.native_mixer import NativeMixer
 from foredraft.models.recurrent.state_cache import StateCache
@@ -32,6 +33,11 @@ class StatePass:
         """Reason why requests cannot have adapters of their own; None if they can."""
         return "its recurrent layers read the rows of several requests in another order"
 
+    @property
+    def image_obstacle(self) -> str | None:
+        """Reason why requests cannot have images; None if they can."""
+        return None
+
     def prepare(self, model: Any) -> None:
         """Set paged attention."""
         model.set_attn_implementation(attention.ATTENTION_NAME)
@@ -43,9 +49,9 @@ class StatePass:
         assert pool.states is not None, "the model has recurrent layers, and its pool no states"
         assert isinstance(rows, ForwardBatch), "a pass with recurrent layers is not padded"
         cache = StateCache.start_pass(pool.states, rows, self.natives)
-        with capture_hidden_states(model, hidden_layers) as captured:
+        with add_layer_states(model, rows.images), capture_hidden_states(model, hidden_layers) as captured:
             logits: Tensor = model(
-                input_ids=rows.tokens,
+                **make_input(model, rows.tokens, rows.images),
                 position_ids=rows.positions,
                 use_cache=False,
                 cache=cache,

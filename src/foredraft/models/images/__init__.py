@@ -1,0 +1,1 @@
+"""Image input of vision-language targets."""

@@ -1,0 +1,10 @@
+"""Families of vision-language models by how images were tried with them."""
+
+# Greedy token ids equal those of transformers' generate: tests/models/images/test_image_families.py.
+TESTED_FAMILIES = frozenset(
+    "gemma3 internvl llava llava_next mistral3 qwen2_5_vl qwen2_vl qwen3_5 qwen3_vl qwen3_vl_moe vipllava".split()
+)
+# Families that would be computed wrongly, and why.
+REFUSED_FAMILIES = {
+    "paligemma": "all tokens of its prompts see each other, and a prompt is computed in parts here",
+}
