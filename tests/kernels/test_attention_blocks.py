@@ -1,10 +1,11 @@
 """Attention of many rows: every bit is that of the row alone, for all formats of keys and values.
 
-Guards against sums whose order depends on the rows beside a row, keys of one branch that weigh in another, masks that are
-off by one at the edges of tiles, and values of unseen keys that are not finite.
+Guards against sums whose order depends on the rows beside a row, keys of one branch that weigh in another, masks that
+are off by one at the edges of tiles, and values of unseen keys that are not finite.
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -80,9 +81,10 @@ class Inputs:
         return attend(self.query, store(self.keys, form), store(self.values, form), self.rows, **self._options())
 
     def reference(self, form: str) -> Tensor:
-        return attend_reference(self.query, read(self.keys, form), read(self.values, form), self.rows, **self._options())
+        keys, values = read(self.keys, form), read(self.values, form)
+        return attend_reference(self.query, keys, values, self.rows, **self._options())
 
-    def _options(self) -> dict[str, object]:
+    def _options(self) -> dict[str, Any]:
         case, heads = self.case, self.case.heads[0]
         bias = make_normal(heads, case.bias_length + 1, seed=7) if case.bias_length else None
         sinks = make_normal(heads, seed=8) if case.has_sinks else None

@@ -13,7 +13,7 @@ from transformers.masking_utils import eager_mask
 
 from foredraft import LLM, Sampling
 from foredraft.errors import ForedraftError
-from foredraft.kernels.cpu.library import INSTRUCTION_SETS
+from foredraft.kernels.cpu.library import INSTRUCTION_SETS, TILE_SET
 from foredraft.llm import MemoryLimits
 from foredraft.models.hf import HFModel
 from foredraft.models.kv_dtype import INT8, apply_kv_dtype
@@ -63,7 +63,10 @@ def test_logits_are_those_of_attention_over_rounded_heads(name: str, instruction
     with use_library(instruction_set):
         logits = PagedModel(make_int8(name)).read({0: IDS})
     assert 0 < norm(expected - plain) < 0.1 * norm(plain)
-    assert norm(logits - expected) < 0.1 * norm(expected - plain)  # a code next to a tie may differ
+    rounding = (
+        0.6 if instruction_set == TILE_SET else 0.1
+    )  # tiles take queries in bf16; a code next to a tie may differ
+    assert norm(logits - expected) < rounding * norm(expected - plain)
 
 
 @pytest.mark.parametrize("setup", THREAD_SETUPS)

@@ -101,7 +101,7 @@ def run(plan: KernelBenchPlan, on_progress: Callable[[str], None] = lambda title
         for shape in plan.shapes:
             on_progress(f"{kind} {shape[0]} x {shape[1]}")
             linear_timings += list(_measure_linear(native, plan, kind, shape))
-    attention_timings = []
+    attention_timings: list[AttentionTiming] = []
     for context in plan.contexts:
         on_progress(f"attention to {context} tokens")
         for rows in plan.rows:

@@ -7,7 +7,6 @@ from foredraft.errors import ForedraftError
 from foredraft.kernels.cpu.library import load_library
 from foredraft.kernels.cpu.records import KV_KINDS, AttentionRecord
 from foredraft.kernels.rows import PackedRows
-from foredraft.kv.int8_rows import SCALE_BYTES
 
 HEAD_DIM_MULTIPLE = 16  # head widths are whole vectors
 MAX_CODE, MIN_SCALE = 127, 1e-32  # of int8 keys and values
@@ -26,11 +25,11 @@ def can_attend(query: Tensor, keys: Tensor, values: Tensor) -> bool:
 
 
 def pack_codes(x: Tensor) -> Tensor:
-    """Return numbers [S, Hkv, D] as the slots of an int8 pool [S, Hkv, D + 4]: codes of all heads, then their scales."""
+    """Return numbers [S, Hkv, D] as slots of an int8 pool [S, Hkv, D + 4]: codes of all heads, then their scales."""
     scale = x.float().abs().amax(-1) / MAX_CODE  # [S, Hkv]
     codes = (x / scale.clamp_min(MIN_SCALE)[..., None]).round().to(torch.int8)
     slots = torch.cat([codes.flatten(1), scale.contiguous().view(torch.int8)], 1)
-    return slots.view(*x.shape[:2], x.shape[2] + SCALE_BYTES)
+    return slots.view(*x.shape[:2], x.shape[2] + scale.element_size())
 
 
 def attend(

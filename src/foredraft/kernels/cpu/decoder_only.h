@@ -41,6 +41,7 @@ static decoder_shape decoder_only_shape(const fd_model *m, const fd_rows *rows) 
         if (l->experts) experts = max_long(experts, expert_bytes(l->experts, rows->num_rows));
         if (!l->mixer) continue;
         bytes = max_long(bytes, max_long(row_bytes(&l->mixer->input), row_bytes(&l->mixer->out)));
+        bytes = max_long(bytes, row_bytes(&l->mixer->steps));
         mixer_width = max_long(mixer_width, l->mixer->width);
         mixer_inner = max_long(mixer_inner, l->mixer->inner);
     }
@@ -195,8 +196,13 @@ static void mixer_block(decoder_only *o, fd_team *team, int layer) {
     const fd_layer *l = m->layer + layer;
     const fd_mixer *x = l->mixer;
     decoder *d = &o->d;
-    read_all_hidden(d, team, &x->input, norm_of(m, l->attention_norm), NO_NORM, &NO_CHANGE);
+    fd_norm norm = norm_of(m, l->attention_norm);
+    read_all_hidden(d, team, &x->input, norm, NO_NORM, &NO_CHANGE);
     project(d, team, &x->input, store_to(&x->input, d->qkv, x->width, 1.0f));
+    if (x->steps.n) {
+        read_all_hidden(d, team, &x->steps, norm, NO_NORM, &NO_CHANGE);
+        project(d, team, &x->steps, store_to(&x->steps, d->qkv + x->width - x->steps.n, x->width, 1.0f));
+    }
     fd_mixing j = {.mixer = x, .runs = d->pass->runs, .projected = d->qkv, .out = d->attention,
                    .conv_states = d->pass->conv_states[layer], .states = d->pass->states[layer],
                    .num_rows = d->rows->num_rows};

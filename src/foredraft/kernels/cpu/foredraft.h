@@ -58,6 +58,7 @@ typedef struct {
     const float *rate, *step_bias, *skip; /* [heads] negative rate of decay per step; its bias; share of the value */
     const float *norm;                    /* [value_dim] DELTA, [inner] MAMBA2 */
     fd_weight input, out;
+    fd_weight steps; /* the last outputs of a projected row, in a format of their own; n = 0: they are in `input` */
 } fd_mixer;
 
 /* Runs of rows: chains from one state to another. State 0 is the null state. The run that ends in the start state of

@@ -66,6 +66,7 @@ class MixerRecord(ctypes.Structure):
         *((name, c_void_p) for name in "conv_weight conv_bias rate step_bias skip norm".split()),
         ("input", WeightRecord),
         ("out", WeightRecord),
+        ("steps", WeightRecord),
     )
 
 

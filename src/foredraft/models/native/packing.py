@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from foredraft.kernels.arena import Arena
 from foredraft.kernels.cpu.records import ExpertsRecord, LayerRecord, MixerRecord, WeightRecord
 from foredraft.kernels.linear import PackedWeight
-from foredraft.models.grid_linear import pack_joined
+from foredraft.models.grid_linear import GridLinear, pack_joined
 from foredraft.models.native.family import LLAMA, DecoderFamily
 from foredraft.models.recurrent.mixer_families import find_mixer_family
 
@@ -84,13 +84,25 @@ class DecoderPacker:
         if "sinks" in dict(attention.named_parameters()):
             record.sinks = self.hold_float(attention.sinks)
 
+    def _may_round(self, linears: Sequence[Any]) -> bool:
+        """Return whether the packed matrices may have other values than the modules."""
+        return self.pack != PackedWeight.pack or any(type(linear) is GridLinear for linear in linears)
+
     def _build_mixer(self, mixer: Any) -> MixerRecord:
         """Pack the recurrent part of a layer."""
         family = find_mixer_family(mixer)
         assert family is not None, "explain_unsupported was not called"
         record = family.build(mixer, self.hold_float)
-        inputs = [getattr(mixer, name) for name in family.inputs]
-        record.input = self._pack_joined(_make_ordered_join(family.order(mixer)), inputs)
+        inputs, order = [getattr(mixer, name) for name in family.inputs], family.order(mixer)
+        num_large = len(inputs) - family.num_small
+        if family.num_small and self._may_round(inputs):
+            num_rows = sum(linear.out_features for linear in inputs[:num_large])
+            large, small = (None, None) if order is None else (order[:num_rows], order[num_rows:] - num_rows)
+            record.input = self._pack_joined(_make_ordered_join(large), inputs[:num_large])
+            rows = _make_ordered_join(small)([linear.weight.detach() for linear in inputs[num_large:]])
+            record.steps = self.hold_weight(PackedWeight.pack(rows, None, self.arena))
+        else:
+            record.input = self._pack_joined(_make_ordered_join(order), inputs)
         record.out = self.pack_stacked(getattr(mixer, family.output))
         return record
 

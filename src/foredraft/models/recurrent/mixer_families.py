@@ -30,6 +30,7 @@ class MixerFamily:
     output: str  # linear child that yields the output rows
     is_supported: Callable[[Any], bool]  # of a layer of a known class
     build: Callable[[Any, HoldTensor], MixerRecord]  # record without projections
+    num_small: int = 0  # last ones of `inputs`, with few outputs, which are not rounded to the grids of quantisation
     order: Callable[[Any], Tensor | None] = _keep_order  # [width] which output stands where; None = as stored
     factors: Callable[[Any], Tensor | None] = _keep_scale  # [width] of a projected row, in the stored order
 
@@ -166,9 +167,11 @@ def _build_conv(module: Any, hold: HoldTensor) -> MixerRecord:
     return MixerRecord(kind=SHORT_CONV, width=3 * channels, inner=channels, **_hold_conv(module.conv, hold))
 
 
-QWEN3_5 = MixerFamily(("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), "out_proj", _is_plain_delta, _build_delta)
+QWEN3_5 = MixerFamily(
+    ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), "out_proj", _is_plain_delta, _build_delta, num_small=2
+)
 QWEN3_NEXT = MixerFamily(
-    ("in_proj_qkvz", "in_proj_ba"), "out_proj", _is_plain_delta, _build_delta, order=_order_by_kind
+    ("in_proj_qkvz", "in_proj_ba"), "out_proj", _is_plain_delta, _build_delta, num_small=1, order=_order_by_kind
 )
 MAMBA = MixerFamily(("in_proj",), "out_proj", _is_plain_mamba, _build_mamba)
 FALCON_H1 = MixerFamily(("in_proj",), "out_proj", _is_plain_falcon, _build_falcon, factors=_scale_falcon)
