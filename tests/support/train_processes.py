@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from foredraft.train.config import EvaluationConfig
+from foredraft.train.distributed import close_processes
 from foredraft.train.run import train
 from tests.support.train_fakes import LINEAR, plan
 
@@ -25,6 +26,7 @@ def run(folder: Path, out: str, method: str, settings: dict[str, str], **changes
 def main(folder: str, out: str, plans: str) -> None:
     for method, settings, changes in json.loads(plans):
         run(Path(folder), out, method, settings, **changes)
+    close_processes()
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from foredraft import LLM, Sampling
 from foredraft.drafters.losses import Losses
 from foredraft.errors import ForedraftError
 from foredraft.models.hidden_states import find_decoder_layers
-from foredraft.train.distributed import DistributedContext
+from foredraft.train.distributed import DistributedContext, close_processes
 from foredraft.train.placement import ShardedWeights
 from foredraft.train.run import train
 from foredraft.train.settings import list_trainable_methods
@@ -129,6 +129,14 @@ def context():
     torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
     yield DistributedContext(torch.device("cpu"))
     torch.distributed.destroy_process_group()
+
+
+def test_connections_end_with_the_run():
+    """Fault: a process of several aborted now and then at its exit, after the run had ended well."""
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+    close_processes()
+    assert not torch.distributed.is_initialized()
+    close_processes()
 
 
 def test_the_layers_of_a_target_are_sharded_and_its_tables_are_whole(folder, context):

@@ -265,6 +265,7 @@ def train(ctx: typer.Context, options: TrainOptions) -> None:
 
         typer.echo(make_server_command(plan, options.print_server_command))
         return
+    from foredraft.train.distributed import close_processes
     from foredraft.train.freed_memory import keep_freed_memory
     from foredraft.train.run import train as run
 
@@ -272,6 +273,7 @@ def train(ctx: typer.Context, options: TrainOptions) -> None:
     screen = make_console(sys.stderr, no_color=False)
     with ProgressBar(screen, "reading", total=1) as bar:
         outcome = run(plan, print_line, TrainProgress(bar, prints_lines=not screen.is_terminal))
+    close_processes()
     if not outcome.is_main:
         raise typer.Exit(0 if outcome.is_done else INTERRUPTED)
     if outcome.eval_metrics:
