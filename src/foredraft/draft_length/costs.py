@@ -46,7 +46,7 @@ class CostCurve:
             raise ValueError("the row buckets of a cost curve must rise, each once")
         self._bucket_array = np.array(self._buckets, dtype=np.float64)
         self.is_measured = bool(points)
-        self._correction = SizeCorrection()
+        self._correction = SizeCorrection(is_relative=not points)
         curve_weight = 1.0 if points else 0.0
         # Coefficients of the curve, 1, requests, rows of logits, attended tokens. The first prior is the weakest,
         # because the whole pass becomes faster or slower far more often than one of its parts.
@@ -76,7 +76,7 @@ class CostCurve:
         sizes, seconds = self._sizes, self._seconds
         pass_tokens = self.pad(pass_tokens)
         if not sizes:
-            return pass_tokens if self._buckets else 0.0
+            return pass_tokens
         if pass_tokens <= sizes[0] or len(sizes) == 1:
             return seconds[0]
         right = min(bisect_right(sizes, pass_tokens), len(sizes) - 1)
@@ -129,7 +129,7 @@ class CostCurve:
 
     def _interpolate_many(self, pass_tokens: Floats) -> Floats:
         """Interpolate at sizes [N] that are padded already."""
-        if self._buckets and not self._sizes:
+        if not self._sizes:
             return pass_tokens
         if len(self._sizes) < 2:
             return np.full(len(pass_tokens), self.interpolate(0))

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from foredraft.draft_length.intervals import PAUSED_LIFETIME, get_plan_lifetime
+from foredraft.draft_length.intervals import PAUSED_LIFETIME, RESUMPTION_INTERVAL, get_plan_lifetime
 from foredraft.draft_length.observer import StepObserver
 from foredraft.draft_length.planner import LengthPlan, StepShape
 from foredraft.draft_length.policy import DraftCandidate
@@ -32,6 +32,11 @@ class CurrentPlan:
     def can_be_kept(self) -> bool:
         """Whether no new plan is due in the next step while drafting is paused."""
         return self._age + 1 < PAUSED_LIFETIME
+
+    @property
+    def is_resumption_due(self) -> bool:
+        """Whether the next step compares the time credit with a plan that pays. Every step would take too long."""
+        return (self._age + 1) % RESUMPTION_INTERVAL == 0
 
     def covers_kinds(self, candidates: Candidates) -> bool:
         """Return whether the plan was computed with all kinds of these requests."""

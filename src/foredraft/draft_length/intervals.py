@@ -6,6 +6,7 @@ SMALL_BATCH_LIFETIME = 16
 LARGE_BATCH_LIFETIME = 32
 CHANGED_BATCH_LIFETIME = 8  # of a large batch that has changed since the plan was computed
 PAUSED_LIFETIME = 32  # while drafting is paused: of any batch, changed or not, without a new kind of request
+RESUMPTION_INTERVAL = 8  # while drafting is paused though a plan pays: steps between two looks at the time credit
 # While requests draft, some steps are plain, to measure the cost of plain decoding again. They lose at most 0.5 % of
 # the tokens (docs/controller.md, "Estimates").
 PLAIN_INTERVAL_PER_GAIN = 200  # steps between two plain steps, for a gain of 1; proportional to the gain

@@ -17,7 +17,7 @@ WARMUP_NODES = (0, 0, 1, 1, 3, 3, 3)  # draft nodes per request: entry i is for 
 # A negative credit ends the warm-up, but not before this many steps: the first draft is slow, because the drafter reads
 # the prompt.
 MIN_WARMUP_STEPS = 4
-MAX_UNOBSERVED_STEPS = 3  # reports in a row that may be skipped (`_skip`)
+MAX_UNOBSERVED_STEPS = 7  # reports in a row that may be skipped (`_skip`)
 
 
 class StepObserver:
@@ -116,7 +116,7 @@ class StepObserver:
     def _skip(self) -> bool:
         """Skip the report of a step without drafts, to save time, if drafting is paused or there was no candidate.
 
-        One report in four is evaluated even then. A skipped step only adds its allowance to the time credit. Returns
+        One report in eight is evaluated even then. A skipped step only adds its allowance to the time credit. Returns
         whether the report was skipped.
         """
         is_busy = self._num_candidates > 0 and self.is_drafting  # `is_drafting` is true during warm-up
