@@ -17,6 +17,7 @@ WARMUP_NODES = (0, 0, 1, 1, 3, 3, 3)  # draft nodes per request: entry i is for 
 # A negative credit ends the warm-up, but not before this many steps: the first draft is slow, because the drafter reads
 # the prompt.
 MIN_WARMUP_STEPS = 4
+RESTING_STEPS = 64  # steps of a pause after which drafting rests
 MAX_UNOBSERVED_STEPS = 7  # reports in a row that may be skipped (`_skip`)
 
 
@@ -45,6 +46,7 @@ class StepObserver:
         self.step = 0
         self.warmup_step = 0
         self.is_drafting = True
+        self._drafted_until = 0  # last step in which `is_drafting` was true
         self.steps_since_plain = 0
         self.num_others = 0
         self._num_candidates = 0  # candidates of the current step
@@ -54,6 +56,11 @@ class StepObserver:
     @property
     def is_warming_up(self) -> bool:
         return self.warmup_step < len(WARMUP_NODES)
+
+    @property
+    def is_resting(self) -> bool:
+        """Whether drafting has been paused for RESTING_STEPS. A change in between would make this state worthless."""
+        return not self.is_drafting and self.step - self._drafted_until >= RESTING_STEPS
 
     def end_warmup(self) -> None:
         """End the warm-up, because the costs are known or not needed."""
@@ -77,6 +84,8 @@ class StepObserver:
     def begin_step(self, num_candidates: int, has_fixed: bool) -> None:
         """Set the number of candidates of the next step, and whether it has drafts of fixed or least length."""
         self._num_candidates, self.has_fixed = num_candidates, has_fixed
+        if self.is_drafting or has_fixed:
+            self._drafted_until = self.step
 
     def estimate_catch_up(self, slots: Sequence[int]) -> float:
         """Return the seconds that the drafter takes to read the unread tokens of these requests."""

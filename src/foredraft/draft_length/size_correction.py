@@ -60,9 +60,9 @@ class SizeCorrection:
         return ratios[right - 1] + share * (ratios[right] - ratios[right - 1])
 
     def estimate_many(self, sizes: Floats) -> Floats:
-        """Return the factors of many sizes [N]."""
+        """Return the factors of many sizes, of any shape."""
         if not self._sizes:
-            return np.ones(len(sizes))
+            return np.ones_like(sizes)
         return np.interp(sizes, self._sizes, self._ratios)
 
     def get_confidence(self, size: float) -> float:
