@@ -23,7 +23,7 @@ MAX_UNOBSERVED_STEPS = 7  # reports in a row that may be skipped (`_skip`)
 
 
 class CurrentStep(NamedTuple):
-    """What is known of a step before its report."""
+    """Size of a step before its report."""
 
     num_candidates: int = 0
     has_fixed: bool = False  # drafts of fixed or least length
