@@ -115,4 +115,4 @@ def test_transformers_text_tokens_are_those_of_the_processor() -> None:
         assert encoder is not None
         text, images = each.write("a @ b c @ d"), [make_image(0), make_image(1, (64, 64))]
         expected = processor(text=[text], images=images, return_tensors="pt")["input_ids"][0].tolist()
-        assert encoder.place(processor.tokenizer(text).input_ids, images)[0] == expected
+        assert encoder.place(processor.tokenizer(text).input_ids, encoder.read(images))[0] == expected
