@@ -76,7 +76,7 @@ def make_far_mask(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 CHANGES = {
-    "reads per_layer_inputs": lambda arguments: {"per_layer_inputs": torch.ones(1)},
+    "reads per_layer_inputs": lambda arguments: {"per_layer_inputs": arguments["inputs_embeds"] + 1},
     "no block of tokens": make_far_mask,
     "several ways": lambda arguments: {
         "attention_mask": {

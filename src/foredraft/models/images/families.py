@@ -2,7 +2,8 @@
 
 # Greedy token ids equal those of transformers' generate: tests/models/images/test_image_families.py.
 TESTED_FAMILIES = frozenset(
-    "gemma3 internvl llava llava_next mistral3 qwen2_5_vl qwen2_vl qwen3_5 qwen3_vl qwen3_vl_moe vipllava".split()
+    "gemma3 gemma4 internvl llava llava_next mistral3 qwen2_5_vl qwen2_vl qwen3_5 qwen3_vl qwen3_vl_moe "
+    "vipllava".split()
 )
 # Families that would be computed wrongly, and why.
 REFUSED_FAMILIES = {
