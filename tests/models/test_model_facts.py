@@ -10,7 +10,7 @@ from foredraft.models.model_facts import MAX_CONTEXT, _find_context_limit
     ("config", "limit"),
     [
         (hf.XLNetConfig(), MAX_CONTEXT),
-        (hf.RwkvConfig(), MAX_CONTEXT),
+        (hf.RwkvConfig(), 1024),
         (hf.LlamaConfig(max_position_embeddings=300), 300),
         (hf.GPT2Config(n_positions=200), 200),
     ],

@@ -53,7 +53,12 @@ def test_a_folder_without_a_processor_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [("paligemma", "all tokens of its prompts see each other"), ("idefics9", "were not compared with transformers")],
+    [
+        ("paligemma", "all tokens of its prompts see each other"),
+        ("llama4", "chunked attention"),
+        ("mllama", "cross-attention"),
+        ("idefics9", "were not compared with transformers"),
+    ],
 )
 def test_families_are_refused_by_name(change: str, message: str) -> None:
     model = copy.deepcopy(make_model("llava"))
