@@ -6,7 +6,6 @@ import json
 import re
 import struct
 import threading
-import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ import pytest
 from PIL import Image
 
 from foredraft import LLM, Sampling
+from foredraft.server.preparation_threads import NUM_IMAGE_THREADS
 from foredraft.server.settings import BODY_BYTES, ServerSettings, make_request_limits
 from tests.support.server.live_server import RunningServer, run_server
 from tests.support.tiny_vision import make_image, save_vision_model
@@ -229,19 +229,21 @@ def test_a_server_without_a_media_folder_reads_no_file(llm: LLM, media: Path) ->
     assert "--allowed-local-media-path" in response.json()["error"]["message"]
 
 
-def test_large_images_do_not_hold_up_text(server: RunningServer) -> None:
+def test_images_do_not_hold_up_text(server: RunningServer) -> None:
     """Fault: images were read on the threads that tokenize the text of other requests."""
-    pools = server.service.threads
-    large = write_url(encode_file(Image.new("1", (6000, 6000))))
-    clients = [threading.Thread(target=post, args=(server, build_body(large, large))) for _ in range(4)]
-    for client in clients:
-        client.start()
-    while not pools.images._work_queue.qsize():
-        time.sleep(0.01)
-    assert post(server, build_body(max_tokens=1)).status_code == 200
-    assert pools.images._work_queue.qsize(), "the images were read before the text of a later request"
-    for client in clients:
-        client.join()
+    image_threads, end = server.service.threads.images, threading.Event()
+    for _ in range(NUM_IMAGE_THREADS):
+        image_threads.submit(end.wait)
+    statuses: list[int] = []
+    client = threading.Thread(target=lambda: statuses.append(post(server, build_body(URLS[0])).status_code))
+    client.start()
+    try:
+        assert post(server, build_body(max_tokens=1)).status_code == 200
+        assert not statuses
+    finally:
+        end.set()
+    client.join()
+    assert statuses == [200]
 
 
 def test_damaged_images_are_named_by_their_place(server: RunningServer) -> None:
