@@ -7,7 +7,6 @@ import jinja2
 
 from foredraft.errors import ForedraftError
 from foredraft.image_files import decode_data_url
-from foredraft.models.processor_template import adapt_source
 
 Message = Mapping[str, Any]  # {"role": "user", "content": "..."}, and further keys that a template reads
 
@@ -70,8 +69,6 @@ def encode_chat(
             "the model has no chat template; give chat_template=... (foredraft.chat.PLAIN_TEMPLATE writes "
             "role: content lines), or pass bare text to generate()"
         )
-    if chat_template is not None:
-        chat_template = adapt_source(tokenizer, chat_template)
     try:
         text = tokenizer.apply_chat_template(
             [{**message, "content": _join_parts(message["content"])} for message in messages],

@@ -8,7 +8,7 @@ import pytest
 
 from foredraft import ForedraftError
 from foredraft.chat import encode_chat
-from foredraft.models.processor_template import TEMPLATE_FILE, adapt_source, adapt_template
+from foredraft.models.processor_template import TEMPLATE_FILE, adapt_given, adapt_source, adapt_template
 from foredraft.server.schemas import ChatMessage
 from foredraft.server.settings import ServerSettings
 from foredraft.server.templates import ChatTemplate
@@ -46,7 +46,7 @@ def test_a_template_for_parts_takes_strings(tokenizer: Any, tmp_path: Path) -> N
 
 def test_a_given_template_for_parts_takes_strings(tokenizer: Any) -> None:
     """Fault: a template of --chat-template for images left the text of messages out."""
-    ids = encode_chat(tokenizer, MESSAGES, chat_template=PARTS)
+    ids = encode_chat(tokenizer, MESSAGES, chat_template=adapt_given(tokenizer, PARTS))
     assert tokenizer.decode(ids) == "\nuser:Hi;user:Yo;bot:"
     settings = ServerSettings(chat_template=PARTS)
     template = ChatTemplate(ServerVocabulary(tokenizer, len(tokenizer)), settings)

@@ -47,6 +47,11 @@ def adapt_template(tokenizer: Any, name: str) -> None:
         tokenizer.chat_template = adapt_source(tokenizer, tokenizer.chat_template)
 
 
+def adapt_given(tokenizer: Any | None, source: str | None) -> str | None:
+    """Return the source of a given template, as of `adapt_source`; None and any source without a tokenizer stay."""
+    return source if tokenizer is None or source is None else adapt_source(tokenizer, source)
+
+
 def adapt_source(tokenizer: Any, source: str) -> str:
     """Return the source of a template that takes contents that are strings.
 
