@@ -39,6 +39,34 @@ def test_an_image_is_turned_as_its_metadata_says() -> None:
     assert read_image(encode_file(make_image(), "JPEG", exif=exif), LIMITS).size == (30, 40)
 
 
+def test_an_image_of_pillow_is_read_as_its_file_is(tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    data = encode_file(make_image(), "JPEG", exif=exif)
+    assert read_image(Image.open(io.BytesIO(data)), LIMITS).tobytes() == read_image(data, LIMITS).tobytes()
+    with pytest.raises(ForedraftError, match="cannot be read"):
+        read_image(Image.open(io.BytesIO(data[:-200])), LIMITS)
+
+
+def test_sixteen_bits_keep_their_brightness() -> None:
+    """Fault: Pillow makes every value above 255 white."""
+    values = b"".join(value.to_bytes(2, "little") for value in (0, 256, 32768, 65535))
+    read = read_image(encode_file(Image.frombytes("I;16", (4, 1), values)), LIMITS)
+    assert read.tobytes() == bytes([0, 0, 0, 1, 1, 1, 128, 128, 128, 255, 255, 255])
+
+
+def test_a_palette_with_transparency_has_its_colours() -> None:
+    image = make_image().convert("P")
+    data = encode_file(image, transparency=bytes(range(256)))
+    assert read_image(data, LIMITS).tobytes() == image.convert("RGB").tobytes()
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "CMYK"])
+def test_every_mode_of_colours_is_read(mode: str) -> None:
+    kind = "JPEG" if mode == "CMYK" else "PNG"
+    assert read_image(encode_file(make_image().convert(mode), kind), LIMITS).mode == "RGB"
+
+
 @pytest.mark.parametrize(
     ("source", "message"),
     [
@@ -48,6 +76,7 @@ def test_an_image_is_turned_as_its_metadata_says() -> None:
         (encode_file(make_image(), "TIFF"), "none of the formats"),
         (Path("/missing/file.png"), "/missing/file.png cannot be read"),
         (3, "an image is a path"),
+        ("http://example.com/cat.png", "not fetched"),
         (bytes(101), "101 bytes and at most 100"),
         (encode_file(Image.new("1", (30, 20))), "30 x 20 pixels and at most 500"),
         (Image.new("1", (30, 20)), "30 x 20 pixels and at most 500"),
@@ -59,6 +88,14 @@ def test_other_images_are_refused(source: object, message: str) -> None:
     with pytest.raises(ForedraftError, match=message) as caught:
         read_image(source, limits)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("size", [(2, 401), (401, 2)])
+def test_a_thin_image_is_refused(size: tuple[int, int]) -> None:
+    """Fault: a processor that scales the short side up needed gigabytes for a file of some hundred bytes."""
+    with pytest.raises(ForedraftError, match="200 times the other; crop it"):
+        read_image(encode_file(Image.new("1", size)), LIMITS)
+    assert read_image(encode_file(Image.new("1", (2, 400))), LIMITS).size == (2, 400)
 
 
 def test_a_large_file_is_not_read_to_its_end(tmp_path: Path) -> None:
@@ -74,6 +111,11 @@ def test_only_data_urls_of_images_are_decoded(url: str) -> None:
     assert decode_data_url("data:image/png;base64,AAEC") == bytes([0, 1, 2])
     with pytest.raises(ForedraftError, match="not fetched"):
         decode_data_url(url)
+
+
+@pytest.mark.parametrize("url", ["data:image/png;base64,AA\nEC\r\n", "DATA:image/PNG;name=a.png;BASE64,AAEC"])
+def test_data_urls_may_have_line_breaks_and_parameters(url: str) -> None:
+    assert decode_data_url(url) == bytes([0, 1, 2])
 
 
 def test_a_missing_pillow_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,7 +91,7 @@ def test_positions_are_those_of_transformers() -> None:
     )
     encoder = wrap_vision_model(model, "qwen2_5_vl").image_encoder
     assert encoder is not None
-    ids, images = encoder.place(encoder.processor.tokenizer(text).input_ids, pictures)
+    ids, images = encoder.place(encoder.processor.tokenizer(text).input_ids, encoder.read(pictures))
     assert ids == inputs["input_ids"][0].tolist()
     assert images.positions is not None
     assert torch.equal(images.positions, expected[:, 0])

@@ -13,6 +13,7 @@ from foredraft.engine.transcript import Transcript
 from foredraft.errors import ForedraftError
 from foredraft.image_chat import ImageChat
 from foredraft.models.hf import HFModel
+from foredraft.models.processor_template import adapt_given
 from foredraft.models.prompts import Prompt, list_prompts
 from foredraft.outputs import Completion, Delta
 from foredraft.request_factory import RequestFactory
@@ -108,7 +109,7 @@ class CompletionGenerator(ImageChat):
             messages,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
-            chat_template=chat_template,
+            chat_template=adapt_given(self.tokenizer, chat_template),
             template_options=template_options,
             is_source=self.target.has_encoder,
         )

@@ -6,6 +6,7 @@ from typing import Any
 from foredraft.chat import Conversation, encode_chat, list_images
 from foredraft.image_prompt import EncodedImagePrompt
 from foredraft.models.hf import HFModel
+from foredraft.models.processor_template import adapt_given
 
 
 class ImageChat:
@@ -37,7 +38,7 @@ class ImageChat:
             messages,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
-            chat_template=chat_template,
+            chat_template=adapt_given(self.tokenizer, chat_template),
             template_options=template_options,
             takes_images=True,
         )

@@ -4,6 +4,7 @@ import base64
 import io
 import re
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,14 @@ class ImageLimits:
     max_images: int = 8  # per request
     max_bytes: int = 20 << 20  # of one file
     max_pixels: int = 64 << 20  # of one image, before the model's processor changes its size
+    max_aspect: int = 200  # long side by short side: some processors scale the short side up to a fixed size
 
 
 def read_image(source: Any, limits: ImageLimits) -> Any:
     """Read one image.
 
     Args:
-        source: path of a file, its bytes, or an image of Pillow.
+        source: path of a file, its bytes, a URL with data, or an image of Pillow.
         limits: bytes and pixels at most.
 
     Returns:
@@ -38,15 +40,16 @@ def read_image(source: Any, limits: ImageLimits) -> Any:
     """
     pillow = import_pillow()
     if isinstance(source, pillow.Image.Image):
-        _check_pixels(source.size, limits)
-        return source.convert("RGB")
+        return _decode(pillow, lambda: source, limits)
+    if isinstance(source, str) and re.match(r"[a-z][a-z0-9+.-]*:", source, re.IGNORECASE) and not Path(source).exists():
+        source = decode_data_url(source)
     if isinstance(source, str | Path):
         source = _read_file(Path(source).expanduser(), limits)
     if not isinstance(source, bytes | bytearray):
         raise ForedraftError(f"an image is a path, the bytes of a file or an image of Pillow, got {source!r:.80}")
     if len(source) > limits.max_bytes:
         raise ForedraftError(f"an image has {len(source)} bytes and at most {limits.max_bytes} are read; shrink it")
-    return _decode(pillow, bytes(source), limits)
+    return _decode(pillow, lambda: pillow.Image.open(io.BytesIO(bytes(source)), formats=FORMATS), limits)
 
 
 def decode_data_url(url: str) -> bytes:
@@ -56,14 +59,25 @@ def decode_data_url(url: str) -> bytes:
         ForedraftError: it is another URL, which is never fetched, or no base64.
     """
     head, comma, data = url.partition(",")
-    if not comma or not re.fullmatch(r"data:image/[a-z0-9.+-]+;base64", head, re.IGNORECASE):
+    if not comma or not re.fullmatch(r"data:image/[a-z0-9.+-]+(;[a-z0-9.=_-]+)*;base64", head[:200], re.IGNORECASE):
         raise ForedraftError(
             f"the image URL {url[:40]!r} is not data:image/...;base64,...; images are not fetched: send their bytes so"
         )
+    return decode_base64(data)
+
+
+def decode_base64(data: str) -> bytes:
+    """Return the bytes of base64. Line breaks, as the program base64 writes them, are left out.
+
+    Raises:
+        ForedraftError: it is no base64, or its end is missing.
+    """
     try:
-        return base64.b64decode(data, validate=True)
-    except ValueError:
-        raise ForedraftError("an image URL holds no valid base64 after its comma; encode the image again") from None
+        return base64.b64decode("".join(data.split()), validate=True)
+    except ValueError as error:
+        raise ForedraftError(
+            f"the base64 of an image is not valid ({error}); encode the whole file again, with + and / and with padding"
+        ) from None
 
 
 def import_pillow() -> Any:
@@ -86,15 +100,19 @@ def _read_file(path: Path, limits: ImageLimits) -> bytes:
         ) from None
 
 
-def _decode(pillow: Any, data: bytes, limits: ImageLimits) -> Any:
+def _decode(pillow: Any, open_image: Callable[[], Any], limits: ImageLimits) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", pillow.Image.DecompressionBombWarning)  # the limit here is its own
-            image = pillow.Image.open(io.BytesIO(data), formats=FORMATS)
-            _check_pixels(image.size, limits)  # the header has the size; nothing is decoded yet
-            return pillow.ImageOps.exif_transpose(image).convert("RGB")
+            image = open_image()
+            _check_size(image.size, limits)  # the header has the size; nothing is decoded yet
+            return _convert_colours(pillow.ImageOps.exif_transpose(image))
     except ForedraftError:
         raise
+    except pillow.Image.DecompressionBombError:
+        raise ForedraftError(
+            f"an image has more pixels than the {limits.max_pixels} that are read; shrink it"
+        ) from None
     except pillow.UnidentifiedImageError:
         raise ForedraftError(f"an image has none of the formats {', '.join(FORMATS)}; convert it") from None
     except Exception as error:  # a damaged file may raise any exception in Pillow's readers
@@ -103,8 +121,22 @@ def _decode(pillow: Any, data: bytes, limits: ImageLimits) -> Any:
         ) from None
 
 
-def _check_pixels(size: tuple[int, int], limits: ImageLimits) -> None:
+def _convert_colours(image: Any) -> Any:
+    """Convert an image to mode RGB. Transparency is left out, as in transformers."""
+    if image.mode == "P" and "transparency" in image.info:
+        image = image.convert("RGBA")  # Pillow warns about the direct way, which has the same colours
+    if image.mode.startswith("I;16"):
+        image = image.point(lambda value: value * (1 / 256)).convert("L")  # Pillow would cut values above 255
+    return image.convert("RGB")
+
+
+def _check_size(size: tuple[int, int], limits: ImageLimits) -> None:
     if min(size) < 1 or size[0] * size[1] > limits.max_pixels:
         raise ForedraftError(
             f"an image has {size[0]} x {size[1]} pixels and at most {limits.max_pixels} are read; shrink it"
+        )
+    if max(size) > min(size) * limits.max_aspect:
+        raise ForedraftError(
+            f"an image has {size[0]} x {size[1]} pixels, and a side is more than {limits.max_aspect} times the other; "
+            "crop it"
         )

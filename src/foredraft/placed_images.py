@@ -27,6 +27,7 @@ class EncodedImage:
     # [n, H] by layer, added to the residual stream after it.
     layer_states: tuple[Tensor, ...] = field(default=(), repr=False)
     positions: Tensor | None = field(default=None, repr=False)  # [A, L] from 0 on, for several axes; None = one axis
+    has_local_blocks: bool = False  # only layers with a sliding window have the blocks
 
 
 @dataclass(frozen=True, eq=False)  # compared by identity; the n samples of a prompt share it
@@ -38,6 +39,7 @@ class PlacedImages:
     blocks: tuple[tuple[int, int], ...] = ()  # rising runs of tokens (start, stop) that see each other
     layer_states: tuple[Tensor, ...] = field(default=(), repr=False)  # [n, H] by layer, added after it
     positions: Tensor | None = field(default=None, repr=False)  # [A, P] of the prompt; None = the indices of its tokens
+    has_local_blocks: bool = False  # as of `EncodedImage`, for all images
 
     @classmethod
     def place(cls, num_tokens: int, images: Sequence[tuple[int, EncodedImage]]) -> "PlacedImages":
@@ -56,6 +58,7 @@ class PlacedImages:
             blocks,
             tuple(torch.cat(layer) for layer in layers),
             _place_positions(num_tokens, images),
+            images[0][1].has_local_blocks,
         )
 
     @property

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from foredraft import LLM, RequestOptions, Sampling, zoo
 from foredraft.cli.backend import CliBackend
 from foredraft.cli.generate_options import GenerateOptions
-from foredraft.cli.shell import UsageError
+from foredraft.cli.shell import SEVERAL, UsageError, repeat_option
 from tests.support.cli_fakes import FakeBackend
 from tests.support.lora_folders import write_adapter
 
@@ -84,3 +84,23 @@ def test_mistakes_are_one_line(run, args, words):
     outcome = run(*args, backend=CliBackend())
     assert outcome.code in (1, 2)
     assert words in outcome.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (["--lora-modules", "a=/x", "b=/y", "--port", "1"], "--lora-modules a=/x --lora-modules b=/y --port 1"),
+        (["--lora-modules", "a=/x", "--lora-modules", "b=/y"], "--lora-modules a=/x --lora-modules b=/y"),
+        (["--lora-modules", "a=/x", "model"], "--lora-modules a=/x model"),
+        (["--lora", "a=/x", "b=/y"], "--lora a=/x b=/y"),
+        (["--lora-modules"], "--lora-modules"),
+    ],
+)
+def test_one_option_may_have_several_adapters(args: list[str], expected: str) -> None:
+    assert repeat_option(args, SEVERAL) == expected.split()
+
+
+def test_chat_takes_several_adapters_after_one_option(run) -> None:
+    backend = FakeBackend()
+    run("chat", "--lora-modules", "x=folder", "y=other", "--adapter", "y", backend=backend, stdin="hello\n")
+    assert backend.options.adapter_folders == {"x": "folder", "y": "other"}

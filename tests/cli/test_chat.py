@@ -1,10 +1,12 @@
 """`foredraft chat`: turns, commands and mistakes, against a library that answers at once."""
 
 import json
+from dataclasses import dataclass, field
 
 import pytest
 
 from foredraft.errors import ForedraftError
+from foredraft.image_prompt import EncodedImagePrompt
 from foredraft.request_options import RequestOptions
 from tests.support.cli_fakes import TEXT, FakeBackend, FakeLLM
 
@@ -112,6 +114,47 @@ def test_what_a_template_refuses_is_shown_and_taken_back(run):
     outcome = run("chat", stdin="hello\n/history\n", backend=FakeBackend({"draft_model": RefusingLLM("x")}))
     assert "error: the chat template refuses" in outcome.stderr
     assert "user: hello" not in outcome.stderr
+
+
+@dataclass
+class SeeingLLM(FakeLLM):
+    """A model whose prompts with images show their conversation."""
+
+    seen: list = field(default_factory=list)
+
+    def encode_image_chat(self, messages, *, chat_template=None):
+        if any(
+            part.get("image") == "bad.png" for m in messages if isinstance(m["content"], list) for part in m["content"]
+        ):
+            raise ForedraftError("an image cannot be read; save it again")
+        self.seen.append(messages)
+        return EncodedImagePrompt(tuple(range(12)), None)
+
+
+def test_images_belong_to_the_next_message(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a b.png", "bad.png"):
+        (tmp_path / name).write_bytes(b"")
+    llm = SeeingLLM("x")
+    lines = [
+        "hello",
+        "/image",
+        "/image missing.png",
+        "/image bad.png",
+        "lost",
+        "/image a b.png",
+        "what is it",
+        "/history",
+    ]
+    outcome = run("chat", "--max-images", "2", stdin="\n".join(lines), backend=FakeBackend({"draft_model": llm}))
+    assert outcome.code == 0
+    parts = [{"type": "image", "image": "a b.png"}, {"type": "text", "text": "what is it"}]
+    [messages] = llm.seen
+    assert [message["content"] for message in messages] == ["hello", TEXT, parts]
+    for words in ("give a file", "no file missing.png", "error: an image cannot be read", "user: a b.png what is it"):
+        assert words in outcome.stderr
+    outcome = run("chat", stdin="/image a b.png\n", backend=FakeBackend())
+    assert "--max-images" in outcome.stderr
 
 
 def test_spec_tokens_0_is_an_option_of_every_turn(run):

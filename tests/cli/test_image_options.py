@@ -1,5 +1,6 @@
 """`--image` of generate, and the options of serve for images."""
 
+import base64
 import json
 from pathlib import Path
 from typing import Any
@@ -61,3 +62,31 @@ def test_serve_has_limits_for_images(tmp_path: Path) -> None:
     assert ServeOptions(max_images=3).num_images == 3
     with pytest.raises(UsageError, match="no folder"):
         build_settings(ServeOptions(allowed_local_media_path=str(tmp_path / "missing")))
+    with pytest.raises(UsageError, match="add --max-images"):
+        build_settings(ServeOptions(allowed_local_media_path=str(tmp_path)))
+
+
+def test_a_batch_reads_images(run, folder: Path, tmp_path: Path) -> None:
+    def write_line(url: str) -> str:
+        parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": TEXT}]
+        return json.dumps({"messages": [{"role": "user", "content": parts}], "max_tokens": 8})
+
+    data = base64.b64encode((folder / "0.png").read_bytes()).decode()
+    urls = [f"data:image/png;base64,{data}", f"file://{folder}/1.png", "http://x/a.png", "file:///etc/passwd"]
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("\n".join(map(write_line, urls)))
+    options = ("--model", str(folder), "--spec-method", "ngram", "--max-images", "1")
+    outcome = run("batch", str(source), str(out), *options, "--allowed-local-media-path", str(folder))
+    assert outcome.code == 0, outcome.stderr
+    rows = [json.loads(line)["response"] for line in out.read_text().splitlines()]
+    assert [row["status_code"] for row in rows] == [200, 200, 400, 400]
+    texts = [row["body"]["choices"][0]["message"]["content"] for row in rows[:2]]
+    paths = [str(folder / name) for name in ("0.png", "1.png")]
+    assert texts == [generate(run, folder, TEXT, "--chat", "--image", path) for path in paths]
+
+
+def test_a_chat_reads_images(run, folder: Path) -> None:
+    path = str(folder / "0.png")
+    options = ("--model", str(folder), "--spec-method", "ngram", "--max-tokens", "8", "--max-images", "2")
+    outcome = run("chat", *options, stdin=f"/image {path}\n{TEXT}\n", backend=CliBackend())
+    assert outcome.stdout.strip() == generate(run, folder, TEXT, "--chat", "--image", path).strip()

@@ -8,7 +8,11 @@ import pytest
 
 from foredraft import ForedraftError
 from foredraft.chat import encode_chat
-from foredraft.models.processor_template import TEMPLATE_FILE, adapt_template
+from foredraft.models.processor_template import TEMPLATE_FILE, adapt_given, adapt_source, adapt_template
+from foredraft.server.schemas import ChatMessage
+from foredraft.server.settings import ServerSettings
+from foredraft.server.templates import ChatTemplate
+from foredraft.server.vocabulary import ServerVocabulary
 from tests.support.server.scripted_llm import make_control_tokenizer
 
 MESSAGES = [{"role": "user", "content": "Hi"}, {"role": "user", "content": [{"type": "text", "text": "Yo"}]}]
@@ -38,6 +42,16 @@ def test_a_template_for_parts_takes_strings(tokenizer: Any, tmp_path: Path) -> N
     tokenizer.chat_template = PARTS
     adapt_template(tokenizer, str(tmp_path))
     assert render(tokenizer) == "\nuser:Hi;user:Yo;bot:"
+
+
+def test_a_given_template_for_parts_takes_strings(tokenizer: Any) -> None:
+    """Fault: a template of --chat-template for images left the text of messages out."""
+    ids = encode_chat(tokenizer, MESSAGES, chat_template=adapt_given(tokenizer, PARTS))
+    assert tokenizer.decode(ids) == "\nuser:Hi;user:Yo;bot:"
+    settings = ServerSettings(chat_template=PARTS)
+    template = ChatTemplate(ServerVocabulary(tokenizer, len(tokenizer)), settings)
+    assert "Hi;user:Yo;" in tokenizer.decode(template.encode([ChatMessage(**message) for message in MESSAGES]))
+    assert adapt_source(tokenizer, adapt_source(tokenizer, PARTS)) == adapt_source(tokenizer, PARTS)
 
 
 @pytest.mark.parametrize("source", [BOTH, STRINGS])

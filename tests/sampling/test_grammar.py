@@ -42,6 +42,7 @@ from tests.support.grammar_cases import (
     make_schema,
 )
 from tests.support.method_cases import METHOD_CASES, pair_cases_with_rules
+from tests.support.tiny_vision import make_tokenizer
 
 PROMPTS = [[5, 6, 7, 8, 5, 6, 7, 8], [44, 45, 46], [70] * 6, [(7 * i) % 31 + 4 for i in range(40)]]
 LOSSLESS = [name for name, rule in RULES.items() if rule.is_lossless]
@@ -193,6 +194,9 @@ def test_a_model_without_a_readable_tokenizer_takes_no_grammar():
         tiny_models.plain().generate([[5]], Sampling(grammar=Grammar.json_object()))
     with pytest.raises(ForedraftError, match="fast tokenizer"):
         GrammarCompiler(object(), 9).create_matcher(Grammar.json_object(), ())
+    words = make_tokenizer("<image>")  # has no decoder
+    with pytest.raises(ForedraftError, match="llguidance does not read this tokenizer"):
+        GrammarCompiler(words, len(words)).create_matcher(Grammar.json_object(), ())
 
 
 @pytest.mark.parametrize(

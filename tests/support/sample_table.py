@@ -166,9 +166,9 @@ BY_FILE = {
         "test_right_to_the_rounding_of_the_arithmetic": Sample(5, 11),
     },
     "tests/models/images/test_image_families.py": {
-        "test_a_request_in_a_mixed_batch_is_as_alone": Sample(6, 8),
-        "test_drafts_change_no_token": Sample(11, 40),
-        "test_images_are_decoded_as_transformers_does": Sample(11, 10),
+        "test_a_request_in_a_mixed_batch_is_as_alone": Sample(8, 11),
+        "test_drafts_change_no_token": Sample(13, 48),
+        "test_images_are_decoded_as_transformers_does": Sample(13, 12),
     },
     "tests/models/test_encdec.py": {
         "test_greedy_text_is_that_of_transformers": Sample(5, 5),

@@ -80,13 +80,13 @@ class PlainProcessor:
         made: dict[str, Any] = {}
         if images:
             made = dict(self.image_processor(images=images, return_tensors="pt"))
-            made = {name: value for name, value in made.items() if name not in self._unread}
             parts = text[0].split(self.image_token)
             rest = [self._expand(made, i) + part for i, part in enumerate(parts[1:])]
             text = ["".join([parts[0], *rest])]
+            made = {name: value for name, value in made.items() if name not in self._unread}
         ids = self.tokenizer(text[0], **options).input_ids
         made["input_ids"], made["attention_mask"] = torch.tensor([ids]), torch.ones(1, len(ids), dtype=torch.int64)
-        if "image_grid_thw" in made:
+        if "image_position_ids" in made or "image_grid_thw" in made:
             made["mm_token_type_ids"] = (made["input_ids"] == get_id(self.image_token)).int()
         return made
 
@@ -174,6 +174,34 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 PINPOINTS = [[28, 56], [56, 28], [56, 56]]
 
 
+def _make_gemma4() -> Any:
+    made = hf.Gemma4ImageProcessorPil(patch_size=7, max_soft_tokens=70, pooling_kernel_size=2, do_resize=False)
+
+    def images(images: Sequence[Image.Image], return_tensors: str) -> Any:
+        """Process images of few tokens: those of transformers have 70 at least."""
+        small = [image.resize((image.width // 14 * 14, image.height // 14 * 14)) for image in images]
+        return made(images=small, return_tensors=return_tensors)
+
+    def expand(made: Any, i: int) -> str:
+        return "<boi>" + "<soft>" * int(made["num_soft_tokens_per_image"][i]) + "<eoi>"
+
+    return PlainProcessor(images, "<soft>", expand, unread=("num_soft_tokens_per_image",))
+
+
+def make_gemma4_kind(**text: Any) -> VisionKind:
+    """Make Gemma 4 with further settings of its text part."""
+    return VisionKind(
+        lambda: hf.Gemma4Config(
+            text_config=TEXT | SLIDING | {"global_head_dim": 16, "tie_word_embeddings": False} | text,
+            vision_config=EYES | {"head_dim": 8, "num_key_value_heads": 2, "patch_size": 7, "pooling_kernel_size": 2,
+                                  "position_embedding_size": 64},
+            audio_config=None, tie_word_embeddings=False, image_token_id=get_id("<soft>"), audio_token_id=119,
+            video_token_id=get_id("<|video_pad|>"), boi_token_id=get_id("<boi>"), eoi_token_id=get_id("<eoi>"),
+        ),
+        _make_gemma4, "<soft>", is_native=False,
+    )  # fmt: skip
+
+
 def make_qwen_kind(make_config: Callable[[], Any], is_native: bool = True) -> VisionKind:
     """Make a family whose templates write tokens around a placeholder."""
     return VisionKind(make_config, _make_qwen, "<|image_pad|>", is_native, "<|vision_start|> ", " <|vision_end|>")
@@ -201,6 +229,15 @@ KINDS = {
             tie_word_embeddings=False,
         ),
         _make_gemma3, "<boi>",
+    ),
+    "gemma4": make_gemma4_kind(
+        hidden_size_per_layer_input=0, use_bidirectional_attention="vision",
+        layer_types=["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+        num_hidden_layers=4,
+    ),
+    "gemma4_small": make_gemma4_kind(
+        hidden_size_per_layer_input=8, vocab_size_per_layer_input=120, num_kv_shared_layers=2, num_hidden_layers=4,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
     ),
     "qwen2_5_vl": make_qwen_kind(
         lambda: hf.Qwen2_5_VLConfig(
@@ -252,7 +289,16 @@ KINDS = {
         _make_internvl, "<image>",
     ),
 }  # fmt: skip
-CORE_KINDS = ("llava", "mistral3", "gemma3", "qwen2_5_vl", "qwen3_vl", "qwen3_5")  # each with mechanisms of its own
+CORE_KINDS = (
+    "llava",
+    "mistral3",
+    "gemma3",
+    "gemma4",
+    "gemma4_small",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "qwen3_5",
+)  # fmt: skip - each with mechanisms of its own
 
 
 @cache

@@ -11,7 +11,7 @@ from foredraft.server.adapter_service import AdapterService
 from foredraft.server.app import create_app
 from foredraft.server.served_models import ServedModels
 from foredraft.server.service import Service
-from foredraft.server.settings import ServerSettings
+from foredraft.server.settings import RequestLimits, ServerSettings
 
 REQUESTS_PER_SLOT = 2  # requests at a time for each that the engine runs, so that one waits when another ends
 
@@ -22,11 +22,15 @@ class LineProcessor:
     Args:
         llm: target with a drafter. Requests may name its adapters as models.
         model_name: name of the model in requests and results.
+        limits: limits of requests.
+        media_folder: folder with the files that requests may name in file URLs. Default None = none.
     """
 
-    def __init__(self, llm: LLM, model_name: str) -> None:
+    def __init__(self, llm: LLM, model_name: str, limits: RequestLimits, media_folder: str | None = None) -> None:
         self.concurrency = REQUESTS_PER_SLOT * llm.limits.max_batch
-        settings = ServerSettings(model_names=(model_name,), request_timeout=None)
+        settings = ServerSettings(
+            model_names=(model_name,), request_timeout=None, limits=limits, media_folder=media_folder
+        )
         largest = settings.limits.max_samples
         self._service = Service(settings, WorkerLimits(max_queue=self.concurrency * largest))
         self._service.open(llm)

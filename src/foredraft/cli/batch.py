@@ -18,6 +18,7 @@ import typer
 from foredraft.cli.adapter_options import AdapterOptions
 from foredraft.cli.backend import CliBackend, load_llm, resolve_single_method
 from foredraft.cli.engine_options import LOAD_PANEL, EngineOptions
+from foredraft.cli.image_options import ImageInputOptions
 from foredraft.cli.model_list import is_named
 from foredraft.cli.options import ModelOptions, _make_option, _parse_value, with_options
 from foredraft.cli.progress import ProgressBar
@@ -47,7 +48,7 @@ NEUTRAL_OPTIONS = frozenset(
 
 
 @dataclass(frozen=True, kw_only=True)
-class BatchOptions(EngineOptions, AdapterOptions):
+class BatchOptions(ImageInputOptions, EngineOptions, AdapterOptions):
     """Options of `foredraft batch`."""
 
     source: Annotated[
@@ -152,6 +153,8 @@ class BatchOptions(EngineOptions, AdapterOptions):
         }  # fmt: skip
         if self.adapter_folders:  # not otherwise, so that jobs of earlier versions go on
             settings["lora"] = self.adapter_folders
+        if self.max_images:
+            settings |= {"max_images": self.max_images, "media_folder": self.media_folder}
         created = int(self.source.stat().st_mtime)
         return JobKey(examined.digest, json.dumps(settings, sort_keys=True), not self.unordered, created)
 
@@ -175,7 +178,7 @@ def batch(ctx: typer.Context, options: BatchOptions) -> None:
         raise UsageError("a batch has one model; give --model PATH, and its name with --served-model-name")
     backend: CliBackend = ctx.obj or CliBackend()
     method = resolve_single_method(options, backend, "a batch")
-    kv_memory = options.kv_bytes
+    kv_memory, _ = options.kv_bytes, options.media_folder  # errors of options come first
     if options.draft_length == 0:
         raise UsageError("--spec-tokens 0 is for one call; a batch without drafts has --spec-method none")
     if options.replicas is not None and not options.ray:
@@ -261,7 +264,7 @@ def load_processor(options: BatchOptions, method: str, kv_memory: int | None, th
     llm = load_llm(options, method, MemoryLimits(max_batch=options.max_batch, **kv_limit))
     if llm.is_adaptive:
         llm.calibrate()
-    return LineProcessor(llm, options.read_name())
+    return LineProcessor(llm, options.read_name(), options.make_limits(), options.media_folder)
 
 
 def _make_report(bar: ProgressBar, total: int, console: "Console") -> "Callable[[JobCounts], None]":

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.style import Style
@@ -29,6 +29,7 @@ from foredraft.errors import ForedraftError
 from foredraft.outputs import Completion, Delta, Origin, Stats
 
 if TYPE_CHECKING:
+    from foredraft.cli.backend import CliPrompt
     from foredraft.request_options import RequestOptions
     from foredraft.sampling.params import Sampling
 
@@ -36,6 +37,7 @@ INPUT_PROMPT = "> "
 HELP_TEXT = """\
 /stats    show the speed figures  /clear        delete the conversation  /undo       delete the last turn
 /history  show the conversation   /system TEXT  set the system message   /save FILE  write the conversation as JSON
+/image FILE  add an image to the next message, with --max-images
 /exit     leave (Ctrl-D too); Ctrl-C stops a reply"""
 REPLY_RESERVE_DIVISOR = 4  # up to 1/4 of the context is kept free for a reply, by dropping the oldest turns
 
@@ -57,10 +59,25 @@ class ChatOptions(SamplingOptions, AdapterOptions):
             metavar="FILE|plain",
         ),
     ] = None
+    max_images: Annotated[
+        int,
+        typer.Option(
+            help="Most images of the conversation, for a vision-language model; /image FILE adds one. 0 leaves its "
+            "image part out.",
+            rich_help_panel="Chat",
+            min=0,
+            max=64,
+        ),
+    ] = 0
     no_color: Annotated[
         bool,
         _make_option("Print without colours, as with NO_COLOR in the environment.", "--no-color", panel="Output"),
     ] = False
+
+    @property
+    def num_images(self) -> int:
+        """Images of the conversation at most."""
+        return self.max_images
 
 
 @with_options(ChatOptions)
@@ -86,7 +103,8 @@ def chat(ctx: typer.Context, options: ChatOptions) -> None:
             template = read_template("plain")
         if options.spec_simulate is not None:
             print_line(f"note: {describe_simulation(options.spec_simulate)}")
-        ChatSession(llm, sampling, request_options, screen, template, options.system).run(_read_lines(screen))
+        session = ChatSession(llm, sampling, request_options, screen, template, options.system, options.max_images)
+        session.run(_read_lines(screen))
 
 
 def read_template(name: str | None) -> str | None:
@@ -148,7 +166,9 @@ class ChatSession:
     screen: Screen
     template: str | None
     system: str | None
-    turns: list[dict[str, str]] = field(default_factory=list)
+    max_images: int = 0
+    turns: list[dict[str, Any]] = field(default_factory=list)
+    images: list[str] = field(default_factory=list)  # paths, of the next message
     completions: list[Completion] = field(default_factory=list)
     origins: Counter[Origin] = field(default_factory=Counter)
     seconds: float = 0.0
@@ -168,8 +188,8 @@ class ChatSession:
                 self.reply(line)
 
     @property
-    def messages(self) -> list[dict[str, str]]:
-        system = [{"role": "system", "content": self.system}] if self.system else []
+    def messages(self) -> list[dict[str, Any]]:
+        system: list[dict[str, Any]] = [{"role": "system", "content": self.system}] if self.system else []
         return system + self.turns
 
     def run_command(self, line: str) -> None:
@@ -183,6 +203,7 @@ class ChatSession:
             "/undo": self._undo,
             "/system": self._set_system,
             "/save": self._save,
+            "/image": self._add_image,
         }
         if name not in commands:
             self.screen.print_note(f"unknown command {name}; /help lists the commands")
@@ -191,7 +212,8 @@ class ChatSession:
 
     def reply(self, text: str) -> None:
         """Add a user message and stream the reply. Ctrl-C stops the reply and keeps its text in the conversation."""
-        self.turns.append({"role": "user", "content": text})
+        self.turns.append({"role": "user", "content": self._add_parts(text)})
+        self.images = []  # a refused one must not stand in every later message
         try:
             prompt = self._encode_prompt()
         except ForedraftError as error:
@@ -219,12 +241,25 @@ class ChatSession:
             if completion.error is not None:
                 self.screen.print_note(f"error: {completion.error}")
 
-    def _encode_prompt(self) -> list[int]:
-        """Return the prompt tokens; drop the oldest turns if the context is too short for them and a reply."""
+    def _add_parts(self, text: str) -> str | list[dict[str, str]]:
+        """Return the content of a message: its text, or parts with the images before it."""
+        images = [{"type": "image", "image": path} for path in self.images]
+        return [*images, {"type": "text", "text": text}] if images else text
+
+    def _encode(self) -> "tuple[CliPrompt, int]":
+        """Return the prompt of the conversation and its number of tokens."""
+        if not any(isinstance(message["content"], list) for message in self.turns):
+            ids = self.llm.encode_chat(self.messages, chat_template=self.template)
+            return ids, len(ids)
+        prompt = self.llm.encode_image_chat(self.messages, chat_template=self.template)
+        return prompt, len(prompt.tokens)
+
+    def _encode_prompt(self) -> "CliPrompt":
+        """Return the prompt; drop the oldest turns if the context is too short for them and a reply."""
         num_dropped = 0
         while True:
-            ids = self.llm.encode_chat(self.messages, chat_template=self.template)
-            num_free = self.llm.context_length - len(ids)
+            prompt, num_tokens = self._encode()
+            num_free = self.llm.context_length - num_tokens
             reserve = min(self.sampling.max_tokens, self.llm.context_length // REPLY_RESERVE_DIVISOR)
             if num_free > reserve or len(self.turns) <= 1:
                 break
@@ -236,9 +271,9 @@ class ChatSession:
             )
         if num_free < 1:
             raise ForedraftError(
-                f"the message has {len(ids)} tokens, the context {self.llm.context_length}; shorten it"
+                f"the message has {num_tokens} tokens, the context {self.llm.context_length}; shorten it"
             )
-        return ids
+        return prompt
 
     def _show_stats(self, _: str) -> None:
         if not self.completions:
@@ -251,10 +286,13 @@ class ChatSession:
 
     def _show_history(self, _: str) -> None:
         for message in self.messages:
-            self.screen.print_note(f"{message['role']}: {message['content']}")
+            content = message["content"]
+            parts = [content] if isinstance(content, str) else [part.get("text") or part["image"] for part in content]
+            self.screen.print_note(f"{message['role']}: {' '.join(parts)}")
 
     def _clear(self, _: str) -> None:
         self.turns.clear()
+        self.images.clear()
         self.screen.print_note("conversation deleted", Style(dim=True))
 
     def _undo(self, _: str) -> None:
@@ -264,6 +302,17 @@ class ChatSession:
     def _set_system(self, text: str) -> None:
         self.system = text or None
         self.screen.print_note("system message set" if text else "system message removed", Style(dim=True))
+
+    def _add_image(self, path: str) -> None:
+        if not path:
+            self.screen.print_note("give a file: /image FILE")
+        elif not self.max_images:
+            self.screen.print_note("error: this chat reads no images; start it with --max-images N")
+        elif not Path(path).expanduser().is_file():
+            self.screen.print_note(f"error: there is no file {path}; give another path")
+        else:
+            self.images.append(path)
+            self.screen.print_note(f"images of the next message: {', '.join(self.images)}", Style(dim=True))
 
     def _save(self, name: str) -> None:
         if not name:

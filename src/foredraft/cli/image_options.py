@@ -1,4 +1,4 @@
-"""Options of `foredraft serve` for images."""
+"""Options of `foredraft serve` and `foredraft batch` for images."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from foredraft.cli.message_formats import SERVER_PANEL
-from foredraft.cli.options import _make_option
+from foredraft.cli.options import ModelParts, _make_option
 from foredraft.cli.shell import UsageError
 from foredraft.cli.stored_responses import StoredResponseOptions
 
@@ -15,15 +14,18 @@ if TYPE_CHECKING:
     from foredraft.server.settings import RequestLimits
 
 
+IMAGE_PANEL = "Images"
+
+
 @dataclass(frozen=True)
-class ImageServeOptions(StoredResponseOptions):
-    """Images in the requests of a server."""
+class ImageInputOptions(ModelParts):
+    """Images in requests."""
 
     max_images: Annotated[
         int,
         typer.Option(
             help="Most images of a request, for a vision-language model; 0 leaves its image part out.",
-            rich_help_panel=SERVER_PANEL,
+            rich_help_panel=IMAGE_PANEL,
             min=0,
             max=64,
         ),
@@ -31,8 +33,8 @@ class ImageServeOptions(StoredResponseOptions):
     allowed_local_media_path: Annotated[
         str | None,
         _make_option(
-            "Folder with images that clients may name by file URLs. Default: none. http URLs are never fetched.",
-            panel=SERVER_PANEL,
+            "Folder with images that requests may name by file URLs. Default: none. http URLs are never fetched.",
+            panel=IMAGE_PANEL,
             metavar="FOLDER",
         ),
     ] = None
@@ -50,6 +52,8 @@ class ImageServeOptions(StoredResponseOptions):
         folder = Path(self.allowed_local_media_path).expanduser()
         if not folder.is_dir():
             raise UsageError(f"--allowed-local-media-path {self.allowed_local_media_path!r} is no folder; correct it")
+        if not self.max_images:
+            raise UsageError("--allowed-local-media-path is for images; add --max-images N, or leave it out")
         return str(folder.resolve())
 
     def make_limits(self) -> "RequestLimits":
@@ -57,3 +61,8 @@ class ImageServeOptions(StoredResponseOptions):
         from foredraft.server.settings import make_request_limits
 
         return make_request_limits(self.max_images)
+
+
+@dataclass(frozen=True)
+class ImageServeOptions(ImageInputOptions, StoredResponseOptions):
+    """Images and stored responses of a server."""

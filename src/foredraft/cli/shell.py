@@ -6,6 +6,7 @@ This file does not know about models.
 """
 
 import os
+import re
 import sys
 import warnings
 from collections.abc import Sequence
@@ -23,6 +24,9 @@ DONE, FAILED, MISUSED, UNFIT, INTERRUPTED = 0, 1, 2, 3, 130
 # Click's base class of command-line errors. Typer does not export it, only its subclass BadParameter.
 ClickUsageError: Any = typer.BadParameter.__bases__[0]
 _ClickNoSuchOption: Any = next(kind for kind in ClickUsageError.__subclasses__() if kind.__name__ == "NoSuchOption")
+
+SEVERAL = "--lora-modules"  # option that may have several values
+_PAIR = re.compile(r"[^\s=-][^\s=]*=\S+")
 
 
 class UsageError(ForedraftError):
@@ -81,7 +85,20 @@ class Command(TyperCommand):
             if is_short_word(name) and name not in option_names and previous not in options_with_value:
                 raise _ClickNoSuchOption(name, ctx=ctx)
             previous = arg
+        takes_text = any(parameter.name == "prompt" for parameter in self.params)  # which may look like NAME=FOLDER
+        if SEVERAL in option_names and not takes_text:
+            args = repeat_option(args, SEVERAL)
         return super().parse_args(ctx, args)
+
+
+def repeat_option(args: Sequence[str], option: str) -> list[str]:
+    """Write an option before each of several values KEY=VALUE that follow it, as vLLM's command line takes them."""
+    found: list[str] = []
+    for arg in args:
+        if found[-2:-1] == [option] and "=" in found[-1] and _PAIR.fullmatch(arg):
+            found.append(option)
+        found.append(arg)
+    return found
 
 
 def _report_error(error: Exception) -> int:

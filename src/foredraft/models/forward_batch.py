@@ -38,6 +38,7 @@ class AttentionGroup:
     key_positions: Tensor  # [b, L]
     visible: Tensor | None  # [b, n, L] bool; None = all keys are visible
     span_indices: tuple[int, ...] = (0,)  # [b] indices of the spans in the forward batch
+    has_local_blocks: bool = False  # layers without a sliding window show no row a later token of an image
     _bias_cache: dict[tuple[int | None, torch.dtype, int], Tensor | None] = field(default_factory=dict)
 
     def get_bias(self, sliding_window: int | None, dtype: torch.dtype, num_repeats: int = 1) -> Tensor | None:
@@ -62,6 +63,9 @@ class AttentionGroup:
         if sliding_window is not None and self.key_positions.shape[1] > sliding_window:
             near = self.query_positions[:, :, None] - self.key_positions[:, None, :] < sliding_window
             visible = near if visible is None else visible & near
+        if sliding_window is None and self.has_local_blocks:
+            earlier = self.key_positions[:, None, :] <= self.query_positions[:, :, None]
+            visible = earlier if visible is None else visible & earlier
         if visible is None:
             return None
         zeros = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
@@ -303,6 +307,7 @@ def _build_single_group(
         keys[None].to(device),
         None if visible is None else visible[None].to(device),
         (span_index,),
+        span.has_local_blocks,
     )
 
 
@@ -331,6 +336,7 @@ def _build_padded_group(
         visible[i, size:] = visible[i, size - 1]
         queries[i, size:] = queries[i, size - 1]
     indices = tuple(index for index, _, _ in spans)
+    is_local = any(span.has_local_blocks for _, span, _ in spans)
     return AttentionGroup(
-        rows.to(device), slots.to(device), queries.to(device), keys.to(device), visible.to(device), indices
+        rows.to(device), slots.to(device), queries.to(device), keys.to(device), visible.to(device), indices, is_local
     )

@@ -11,25 +11,18 @@ from foredraft.models.hidden_states import find_decoder_layers
 from foredraft.models.pass_images import PassImages
 
 
-def make_input(model: Any, tokens: Tensor, images: PassImages | None) -> dict[str, Tensor]:
-    """Return the argument of a model with the token ids of a pass, or with its embeddings [1, T, H] if it has images.
+@contextmanager
+def place_images(model: Any, images: PassImages | None) -> Iterator[None]:
+    """Put states of images into the input of a model's decoder and after its first layers, while the context is open.
+
+    The model itself makes embeddings, and whatever else its layers read, of the token ids. Its placeholders may have
+    others than the embedding matrix has, in prompts as in outputs.
 
     Args:
         model: transformers model.
-        tokens: token ids [1, T].
         images: rows of images of the pass; None = no request has images there.
     """
-    if images is None:
-        return {"input_ids": tokens}
-    embeddings = model.get_input_embeddings()(tokens)
-    rows = images.find_rows(embeddings.device)
-    return {"inputs_embeds": embeddings.index_copy(1, rows, images.states[None].to(embeddings))}
-
-
-@contextmanager
-def add_layer_states(model: Any, images: PassImages | None) -> Iterator[None]:
-    """Add states of images to the residual stream after the first layers, while the context is open."""
-    if images is None or not images.layer_states or not len(images.states):
+    if images is None or not len(images.states):
         yield
         return
     layers = find_decoder_layers(model)
@@ -37,11 +30,19 @@ def add_layer_states(model: Any, images: PassImages | None) -> Iterator[None]:
         layers[i].register_forward_hook(partial(_add_states, images, states))
         for i, states in enumerate(images.layer_states)
     ]
+    handles.append(model.get_decoder().register_forward_pre_hook(partial(_replace_rows, images), with_kwargs=True))
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _replace_rows(images: PassImages, _module: nn.Module, args: Any, inputs: dict[str, Any]) -> Any:
+    embeddings = inputs["inputs_embeds"]  # [1, T, H]
+    rows = images.find_rows(embeddings.device)
+    changed = embeddings.index_copy(1, rows, images.states[None].to(embeddings))
+    return args, inputs | {"inputs_embeds": changed}
 
 
 def _add_states(images: PassImages, states: Tensor, _module: nn.Module, _inputs: Any, output: Any) -> Any:

@@ -51,8 +51,9 @@ def _find_context_limit(config: Any) -> int:
     one batch would then influence each other, so the context ends at the switch. A mask that keeps the highest of more
     scores than `keep_window_size` breaks ties by the length of the pass: equal tokens have equal scores.
     """
-    limit = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
-    limit = limit or getattr(config, "max_seq_len", None) or MAX_CONTEXT
+    names = ("max_position_embeddings", "n_positions", "max_seq_len")
+    sizes = (getattr(config, name, None) or 0 for name in names)
+    limit = next((size for size in sizes if size > 0), MAX_CONTEXT)  # XLNet says -1, for no limit
     rope = getattr(config, "rope_parameters", None) or {}
     by_kind = [rope] if "rope_type" in rope else [kind for kind in rope.values() if isinstance(kind, dict)]
     switches = [kind["original_max_position_embeddings"] for kind in by_kind if kind.get("rope_type") == "longrope"]

@@ -11,7 +11,7 @@ from foredraft.kv.pool import KVPool
 from foredraft.models import attention
 from foredraft.models.forward_batch import ForwardBatch
 from foredraft.models.hidden_states import capture_hidden_states
-from foredraft.models.image_modules import add_layer_states, make_input
+from foredraft.models.image_modules import place_images
 from foredraft.models.padded_rows import PaddedRows
 
 
@@ -76,9 +76,9 @@ class PackedPass:
         self, model: Any, pool: KVPool, rows: ForwardBatch | PaddedRows, hidden_layers: Sequence[int] = ()
     ) -> tuple[Tensor, Tensor | None]:
         """Run the modules; see `ModulePass.run`."""
-        with add_layer_states(model, rows.images), capture_hidden_states(model, hidden_layers) as captured:
+        with place_images(model, rows.images), capture_hidden_states(model, hidden_layers) as captured:
             logits: Tensor = model(
-                **make_input(model, rows.tokens, rows.images),
+                input_ids=rows.tokens,
                 position_ids=rows.positions,
                 use_cache=False,
                 logits_to_keep=rows.logit_rows,

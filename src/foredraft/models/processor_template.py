@@ -43,9 +43,27 @@ def adapt_template(tokenizer: Any, name: str) -> None:
     """
     if tokenizer.chat_template is None:
         tokenizer.chat_template = _read_processor_template(name)
-    source = tokenizer.chat_template
-    if isinstance(source, str) and _PART_TYPE.search(source) and _reads_parts_alone(tokenizer):
-        tokenizer.chat_template = PARTS_PREAMBLE + source
+    if isinstance(tokenizer.chat_template, str):
+        tokenizer.chat_template = adapt_source(tokenizer, tokenizer.chat_template)
+
+
+def adapt_given(tokenizer: Any | None, source: str | None) -> str | None:
+    """Return the source of a given template, as of `adapt_source`; None and any source without a tokenizer stay."""
+    return source if tokenizer is None or source is None else adapt_source(tokenizer, source)
+
+
+def adapt_source(tokenizer: Any, source: str) -> str:
+    """Return the source of a template that takes contents that are strings.
+
+    Args:
+        tokenizer: tokenizer of transformers, which renders it.
+        source: Jinja source of a template, of the tokenizer or of the user.
+    """
+    if not _PART_TYPE.search(source) or source.startswith(PARTS_PREAMBLE):
+        return source
+    shows_text = _shows(tokenizer, source, _PROBE)
+    takes_parts = not shows_text and _shows(tokenizer, source, [{"type": "text", "text": _PROBE}])
+    return PARTS_PREAMBLE + source if takes_parts else source
 
 
 def _read_processor_template(name: str) -> str | None:
@@ -65,14 +83,12 @@ def _fetch(name: str) -> Path | None:
     return None if found is None else Path(found)
 
 
-def _reads_parts_alone(tokenizer: Any) -> bool:
-    """Whether a template writes the text of a part, and not a content that is a string."""
-    return not _shows(tokenizer, _PROBE) and _shows(tokenizer, [{"type": "text", "text": _PROBE}])
-
-
-def _shows(tokenizer: Any, content: Any) -> bool:
+def _shows(tokenizer: Any, source: str, content: Any) -> bool:
+    """Whether a template writes the text of a content."""
     try:
-        text = tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": content}], chat_template=source, tokenize=False
+        )
     except Exception:  # a template may raise any type
         return False
     return _PROBE in text

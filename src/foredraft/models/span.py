@@ -74,6 +74,11 @@ class Span(NamedTuple):
                 mask[row, node + 1 : node + 1 + ahead] = True
         return mask
 
+    @property
+    def has_local_blocks(self) -> bool:
+        """Whether tokens of images see later ones in layers with a sliding window alone."""
+        return self.images is not None and self.images.has_local_blocks
+
     def count_ahead(self, node: int) -> int:
         """Return how many of the nodes after its own, in a chain, a node sees."""
         if self.images is None or not self.images.blocks:

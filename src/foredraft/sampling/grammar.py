@@ -229,4 +229,9 @@ def _build_vocabulary(tokenizer: Any) -> tuple[Any, int]:
     end = copy.token_to_id(END_TOKEN)
     if end <= max(backend.get_vocab(with_added_tokens=True).values(), default=-1):
         raise ForedraftError("the tokenizer's ids have gaps, which grammars cannot be compiled for")
-    return LLTokenizer(copy.to_str(), eos_token=end), end
+    try:
+        return LLTokenizer(copy.to_str(), eos_token=end), end
+    except ValueError as error:
+        raise ForedraftError(
+            f"llguidance does not read this tokenizer, so grammars are not supported: {error}"
+        ) from error

@@ -45,12 +45,12 @@ class AdapterService(Service):
         """Do nothing: the base aborts the requests of its engine."""
 
     def close(self) -> None:
-        """Remove the adapter, and stop the thread pool."""
+        """Remove the adapter, and stop the threads."""
         if self._loaded_model is not None:
             name = self.settings.model_names[0]
             self._find_base().metrics.remove_adapter(name)
             self._loaded_model.llm.remove_adapter(name)
-        self.thread_pool.shutdown(wait=False, cancel_futures=True)
+        self.threads.close()
 
     def _prepare_transcripts(self, submissions: Sequence[PromptSubmission]) -> list[Any]:
         name = self.settings.model_names[0]

@@ -30,7 +30,7 @@ async def serve(service: Service, http: Request, request: ChatRequest) -> Respon
     """Serve a chat request. Raises ApiError."""
     service.check_name(request.model)
     _check_request(request)
-    prepared = await service.run_off_loop(prepare_chat, service, request)
+    prepared = await service.run_off_loop(prepare_chat, service, request, has_images=request.has_images)
     generation = await service.submit([prepared.submission])
     return await respond(service, http, request, generation, ChatResponse(service, request, generation, prepared))
 

@@ -11,7 +11,7 @@ from foredraft.server.messages.tools import ToolUse
 from foredraft.server.prompts import check_text_size, encode_prediction
 from foredraft.server.request_images import place_images
 from foredraft.server.sampling_params import build_options, build_sampling
-from foredraft.server.schemas import ChatRequest
+from foredraft.server.schemas import ChatRequest, list_image_urls
 from foredraft.server.service import PromptSubmission, Service
 from foredraft.server.template_rows import ChatInput
 from foredraft.server.templates import EncodedChat
@@ -87,7 +87,5 @@ def encode_messages(service: Service, request: ChatRequest, use: ToolUse, is_cou
     variables = read_variables(request, service.chat_template)
     chat = ChatInput(request.messages, use.described, variables, adds_prompt, request.continue_final_message)
     encoded = service.chat_template.encode_chat(chat)
-    ids, images = place_images(
-        service, encoded.ids, [url for message in request.messages for url in message.image_urls]
-    )
+    ids, images = place_images(service, encoded.ids, list_image_urls(request.messages))
     return replace(encoded, ids=ids, images=images)

@@ -11,6 +11,8 @@ OTHER_PART_ERROR = (
     "send parts of type 'text', and images as 'image_url' in messages of the user; this server reads no sounds or files"
 )
 
+ImageDetail = Literal["auto", "low", "high", "original"]
+
 
 class TextContentPart(StrictModel):
     """Text part of the content of a message."""
@@ -30,7 +32,7 @@ class ImageUrl(StrictModel):
     """Image of a part: data:image/...;base64,... or a file URL of the server's media folder."""
 
     url: str
-    detail: Literal["auto", "low", "high"] | None = None  # the model's own processor decides the size
+    detail: ImageDetail | None = None  # the model's own processor decides the size
 
 
 class ImageContentPart(StrictModel):
@@ -38,6 +40,11 @@ class ImageContentPart(StrictModel):
 
     type: Literal["image_url"]
     image_url: ImageUrl
+
+
+def make_image_part(url: str) -> ImageContentPart:
+    """Return the part of an image by its URL."""
+    return ImageContentPart(type="image_url", image_url=ImageUrl(url=url))
 
 
 ContentPart = Annotated[

@@ -28,5 +28,5 @@ async def read_request(http: Request, models: ServedModels, model: type[Body]) -
     if content_type != "application/json":
         raise ApiError(415, "the body must be sent as Content-Type: application/json")
     body, limits = await http.body(), models.settings.limits
-    pool = models.services[0].thread_pool
+    pool = models.services[0].threads.text
     return await read(body, pool, limits.max_depth, lambda parsed: validate_body(model, parsed, limits))

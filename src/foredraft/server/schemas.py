@@ -13,6 +13,7 @@ Fields beyond OpenAI's and vLLM's:
 - `regex`: short for structured_outputs.regex.
 """
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
@@ -181,6 +182,11 @@ class ChatMessage(StrictModel):
         return len(self.text) + len(self.reasoning_content or "") + calls
 
 
+def list_image_urls(messages: Sequence[ChatMessage]) -> list[str]:
+    """List the URLs of the images of a conversation, in order."""
+    return [url for message in messages for url in message.image_urls]
+
+
 class FunctionDefinition(StrictModel):
     """Function that the model may call."""
 
@@ -342,6 +348,10 @@ class ChatRequest(GenerationRequest):
     continue_final_message: bool = False
     echo: Literal[False] = False
 
+    @property
+    def has_images(self) -> bool:
+        return bool(list_image_urls(self.messages))
+
 
 class TokenizeRequest(RoutedRequest):
     """Tokenization of a text, or of messages that the chat template renders (POST /tokenize)."""
@@ -354,6 +364,10 @@ class TokenizeRequest(RoutedRequest):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     return_token_strs: bool | None = None
+
+    @property
+    def has_images(self) -> bool:
+        return bool(self.messages and list_image_urls(self.messages))
 
 
 class DetokenizeRequest(RoutedRequest):

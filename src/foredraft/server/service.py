@@ -3,7 +3,6 @@
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -18,6 +17,7 @@ from foredraft.server.errors import ApiError, make_queue_full_error, make_unavai
 from foredraft.server.generation import Generation
 from foredraft.server.messages.dialect import Dialect
 from foredraft.server.metrics import ServerMetrics
+from foredraft.server.preparation_threads import PreparationThreads
 from foredraft.server.settings import ServerSettings
 from foredraft.server.templates import ChatTemplate
 from foredraft.server.vocabulary import ServerVocabulary
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from foredraft.llm import LLM
 
 Value = TypeVar("Value")
-NUM_THREADS = 2  # tokenizers release the interpreter's lock, so that one long prompt does not delay the others
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ class Service:
     ) -> None:
         self.settings, self.base_name = settings, base_name
         self.metrics = ServerMetrics(settings.model_names[0], settings.has_vllm_names)
-        self.thread_pool = ThreadPoolExecutor(NUM_THREADS, "foredraft-prepare")
+        self.threads = PreparationThreads()
         self.created = int(time.time())
         self.is_stopping = False
         self.stop_message = "the server is shutting down"  # of the 503 that requests get while it stops
@@ -173,10 +172,10 @@ class Service:
                 param,
             )
 
-    async def run_off_loop(self, work: Callable[..., Value], *args: Any) -> Value:
-        """Run blocking work on the thread pool; convert ForedraftError to ApiError 400."""
+    async def run_off_loop(self, work: Callable[..., Value], *args: Any, has_images: bool = False) -> Value:
+        """Run blocking work on a thread; convert ForedraftError to ApiError 400."""
         try:
-            return await asyncio.get_running_loop().run_in_executor(self.thread_pool, work, *args)
+            return await asyncio.get_running_loop().run_in_executor(self.threads.choose(has_images), work, *args)
         except ForedraftError as error:
             raise ApiError(400, self._replace_model_path(str(error))) from None
 
@@ -216,7 +215,7 @@ class Service:
         """Stop the worker and the thread pool."""
         if self._loaded_model is not None:
             self.worker.stop()
-        self.thread_pool.shutdown(wait=False, cancel_futures=True)
+        self.threads.close()
 
     def _check_accepting(self) -> None:
         if self.is_stopping:

@@ -24,6 +24,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from foredraft.chat import PLAIN_TEMPLATE
 from foredraft.errors import ForedraftError
+from foredraft.models.processor_template import adapt_given
 from foredraft.placed_images import PlacedImages
 from foredraft.server.errors import ApiError
 from foredraft.server.schemas import ChatMessage
@@ -60,6 +61,8 @@ class ChatTemplate:
         self.vocabulary, self.limits, self.has_encoder = vocabulary, settings.limits, has_encoder
         tokenizer_template = _read_tokenizer_template(vocabulary.tokenizer)
         source = settings.chat_template if settings.chat_template is not None else tokenizer_template
+        if settings.chat_template is not None:
+            source = adapt_given(vocabulary.tokenizer, settings.chat_template)
         self.is_plain = source is None and settings.has_plain_template
         if self.is_plain:
             source = PLAIN_TEMPLATE

@@ -7,7 +7,8 @@ from starlette.responses import JSONResponse, Response
 
 from foredraft.server.errors import ApiError
 from foredraft.server.prompts import check_text_size, encode_text
-from foredraft.server.schemas import DetokenizeRequest, TokenizeRequest
+from foredraft.server.request_images import place_images
+from foredraft.server.schemas import DetokenizeRequest, TokenizeRequest, list_image_urls
 from foredraft.server.service import Service
 from foredraft.server.template_rows import ChatInput
 from foredraft.server.tool_request import check_results, check_variables, read_tools
@@ -21,7 +22,8 @@ async def tokenize(service: Service, http: Request, request: TokenizeRequest) ->
     for name in ("tools", "chat_template_kwargs"):
         if request.prompt is not None and getattr(request, name):
             raise ApiError(400, f"{name} goes with messages; leave it out", name)
-    return JSONResponse(await service.run_off_loop(_tokenize_request, service, request))
+    body = await service.run_off_loop(_tokenize_request, service, request, has_images=request.has_images)
+    return JSONResponse(body)
 
 
 def _tokenize_request(service: Service, request: TokenizeRequest) -> dict[str, Any]:
@@ -35,7 +37,7 @@ def _tokenize_request(service: Service, request: TokenizeRequest) -> dict[str, A
             request.add_generation_prompt and not request.continue_final_message,
             request.continue_final_message,
         )
-        ids = service.chat_template.encode_chat(chat).ids
+        ids, _ = place_images(service, service.chat_template.encode_chat(chat).ids, list_image_urls(request.messages))
     else:
         check_text_size(service, len(request.prompt or ""), "prompt", is_truncated=True)
         ids, _ = encode_text(service, request.prompt or "", request.add_special_tokens)

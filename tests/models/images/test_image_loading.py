@@ -53,7 +53,12 @@ def test_a_folder_without_a_processor_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [("paligemma", "all tokens of its prompts see each other"), ("idefics9", "were not compared with transformers")],
+    [
+        ("paligemma", "all tokens of its prompts see each other"),
+        ("llama4", "chunked attention"),
+        ("mllama", "cross-attention"),
+        ("idefics9", "were not compared with transformers"),
+    ],
 )
 def test_families_are_refused_by_name(change: str, message: str) -> None:
     model = copy.deepcopy(make_model("llava"))
@@ -76,7 +81,7 @@ def make_far_mask(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 CHANGES = {
-    "reads per_layer_inputs": lambda arguments: {"per_layer_inputs": torch.ones(1)},
+    "reads per_layer_inputs": lambda arguments: {"per_layer_inputs": arguments["inputs_embeds"] + 1},
     "no block of tokens": make_far_mask,
     "several ways": lambda arguments: {
         "attention_mask": {
@@ -115,4 +120,4 @@ def test_transformers_text_tokens_are_those_of_the_processor() -> None:
         assert encoder is not None
         text, images = each.write("a @ b c @ d"), [make_image(0), make_image(1, (64, 64))]
         expected = processor(text=[text], images=images, return_tensors="pt")["input_ids"][0].tolist()
-        assert encoder.place(processor.tokenizer(text).input_ids, images)[0] == expected
+        assert encoder.place(processor.tokenizer(text).input_ids, encoder.read(images))[0] == expected

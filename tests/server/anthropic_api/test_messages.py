@@ -274,7 +274,7 @@ def test_a_template_that_always_reasons_cannot_be_stopped():
         ({"max_tokens": None}, "max_tokens"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "'image' is not implemented"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "no image is fetched"),
         ({"messages": [{"role": "user", "content": 3}]}, "messages.0.content"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x"}]}]}, "'x'"),
         ({"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": "a"}]}]}, "of the user"),

@@ -20,6 +20,8 @@ NEUTRAL_ARGUMENTS = frozenset(
     "input_ids cache past_key_values use_cache cache_position return_dict output_attentions output_hidden_states "
     "labels logits_to_keep".split()
 )
+FULL, SLIDING = "full_attention", "sliding_attention"  # kinds of layers in a decoder's masks
+Blocks = tuple[tuple[int, int], ...]
 REMEDY = "leave max_images out to use it with text alone"
 
 
@@ -50,14 +52,25 @@ def encode_image(model: Any, implementations: Mapping[str, str], inputs: Mapping
     indices = changed.nonzero()[:, 0]
     if not len(indices):
         raise ForedraftError("the model puts no state of an image in place of an embedding; " + REMEDY)
-    blocks = _find_blocks(arguments.pop("attention_mask", None), len(ids))
+    blocks, is_local = _find_blocks(arguments.pop("attention_mask", None))
     positions = _read_positions(arguments.pop("position_ids", None), len(ids))
     layer_states = _read_layer_states(arguments, changed)
-    unknown = [name for name, value in arguments.items() if isinstance(value, Tensor) and name not in NEUTRAL_ARGUMENTS]
+    unknown = {
+        name: value for name, value in arguments.items() if isinstance(value, Tensor) and name not in NEUTRAL_ARGUMENTS
+    }
+    if unknown:  # what follows from the token ids alone is made again in every pass
+        plain = _run_to_decoder(model, implementations, {"input_ids": inputs["input_ids"]})
+        unknown = {name: value for name, value in unknown.items() if not _equals(plain.get(name), value)}
     if unknown:
         raise ForedraftError(f"its decoder also reads {', '.join(unknown)} beside the embeddings; {REMEDY}")
     return EncodedImage(
-        tuple(ids.tolist()), tuple(indices.tolist()), embeddings[indices].clone(), blocks, layer_states, positions
+        tuple(ids.tolist()),
+        tuple(indices.tolist()),
+        embeddings[indices].clone(),
+        blocks,
+        layer_states,
+        positions,
+        is_local,
     )
 
 
@@ -94,16 +107,27 @@ def _use_implementations(model: Any, implementations: Mapping[str, str]) -> Iter
         model.set_attn_implementation(current)
 
 
-def _find_blocks(mask: Any, length: int) -> tuple[tuple[int, int], ...]:
-    """Find the runs of tokens that see each other in a mask, or in the masks of several kinds of layers."""
-    masks = [each for each in (mask.values() if isinstance(mask, Mapping) else [mask]) if isinstance(each, Tensor)]
-    found = {_read_blocks(each[0, 0]) for each in masks if each.dim() == 4}
-    if len(found) > 1:
-        raise ForedraftError(f"its layers mask the tokens of an image in several ways; {REMEDY}")
-    return next(iter(found), ())
+def _find_blocks(mask: Any) -> tuple[Blocks, bool]:
+    """Find the runs of tokens that see each other in a mask, or in the masks of several kinds of layers.
+
+    Returns:
+        The blocks, and whether layers with a sliding window alone have them.
+    """
+    masks = mask if isinstance(mask, Mapping) else {FULL: mask}
+    found = {name: _read_mask(each) for name, each in masks.items()}
+    if len(set(found.values())) < 2:
+        return next(iter(found.values()), ()), False
+    if found.keys() == {FULL, SLIDING} and not found[FULL]:
+        return found[SLIDING], True
+    raise ForedraftError(f"its layers mask the tokens of an image in several ways; {REMEDY}")
 
 
-def _read_blocks(mask: Tensor) -> tuple[tuple[int, int], ...]:
+def _read_mask(mask: Any) -> Blocks:
+    """Read the blocks of the mask [1, 1, L, L] of one kind of layers. Another value is a causal mask."""
+    return _read_blocks(mask[0, 0]) if isinstance(mask, Tensor) and mask.dim() == 4 else ()
+
+
+def _read_blocks(mask: Tensor) -> Blocks:
     """Read the blocks of a mask [L, L] of visible keys, boolean or added to the scores."""
     visible = mask if mask.dtype == torch.bool else mask == 0
     length = len(visible)
@@ -137,3 +161,7 @@ def _read_layer_states(arguments: dict[str, Any], rows: Tensor) -> tuple[Tensor,
     if mask is None or not torch.equal(mask[0], rows):
         raise ForedraftError(f"it adds states after its layers at other places than the image's; {REMEDY}")
     return tuple(each.clone() for each in states)
+
+
+def _equals(one: Any, other: Tensor) -> bool:
+    return isinstance(one, Tensor) and torch.equal(one, other)

@@ -14,6 +14,7 @@ from foredraft.placed_images import EncodedImage, PlacedImages, expand_placehold
 
 PROBE_SIZE = (48, 40)  # pixels of the image with which a model is examined
 PROBE_COLOUR = (200, 60, 120)
+ImageInputs = dict[str, Any]  # arguments of a model for a prompt of one image alone, as its processor makes them
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class ImageEncoder:
 
     def examine(self) -> None:
         """Encode an image without meaning. Raises ForedraftError if the model cannot be served with images."""
-        self.encode([import_pillow().Image.new("RGB", PROBE_SIZE, PROBE_COLOUR)])
+        self.encode([self._process(import_pillow().Image.new("RGB", PROBE_SIZE, PROBE_COLOUR))])
 
     @property
     def placeholder(self) -> str:
@@ -49,27 +50,36 @@ class ImageEncoder:
                 "max_images (--max-images)"
             )
 
-    def read(self, sources: Sequence[Any]) -> list[Any]:
-        """Read the images of one request. Raises ForedraftError for an image that is refused, or too many."""
-        self.check_count(len(sources))
-        return [read_image(source, self.limits) for source in sources]
+    def read(self, sources: Sequence[Any]) -> list[ImageInputs]:
+        """Read and process the images of one request, one after another: one at a time is unpacked in memory.
 
-    def encode(self, images: Sequence[Any]) -> list[EncodedImage]:
-        """Encode images of Pillow, each by itself, so that its states do not depend on the others.
+        Args:
+            sources: paths, bytes of files, or images of Pillow.
 
         Raises:
-            ForedraftError: the processor or the model refuses an image.
+            ForedraftError: an image is refused, or there are too many.
         """
-        inputs = [self._process(image) for image in images]
-        with self.lock:
-            return [self._encode(each) for each in inputs]
+        self.check_count(len(sources))
+        return [self._read_one(source, i, len(sources)) for i, source in enumerate(sources)]
 
-    def place(self, tokens: Sequence[int], images: Sequence[Any]) -> tuple[list[int], PlacedImages]:
+    def encode(self, images: Sequence[ImageInputs]) -> list[EncodedImage]:
+        """Encode images, each by itself, so that its states do not depend on the others.
+
+        Args:
+            images: images as of `read`.
+
+        Raises:
+            ForedraftError: the model refuses an image.
+        """
+        with self.lock:
+            return [self._encode(each) for each in images]
+
+    def place(self, tokens: Sequence[int], images: Sequence[ImageInputs]) -> tuple[list[int], PlacedImages]:
         """Encode the images of a prompt and put them in place of its placeholders.
 
         Args:
             tokens: token ids with a placeholder per image.
-            images: images of Pillow, at least one.
+            images: images as of `read`, at least one.
 
         Returns:
             Token ids of the prompt, and its images.
@@ -87,7 +97,13 @@ class ImageEncoder:
             ) from None
         return ids, PlacedImages.place(len(ids), list(zip(starts, encoded, strict=True)))
 
-    def _process(self, image: Any) -> dict[str, Any]:
+    def _read_one(self, source: Any, index: int, count: int) -> ImageInputs:
+        try:
+            return self._process(read_image(source, self.limits))
+        except ForedraftError as error:
+            raise ForedraftError(f"image {index + 1} of {count}: {error}" if count > 1 else str(error)) from error
+
+    def _process(self, image: Any) -> ImageInputs:
         try:
             made = self.processor(
                 text=[self.placeholder], images=[image], return_tensors="pt", add_special_tokens=False
@@ -103,7 +119,7 @@ class ImageEncoder:
         model = self.model
         return value.to(model.device, model.dtype) if value.is_floating_point() else value.to(model.device)
 
-    def _encode(self, inputs: dict[str, Any]) -> EncodedImage:
+    def _encode(self, inputs: ImageInputs) -> EncodedImage:
         kind = f"{self.name} ({type(self.model).__name__})"
         try:
             return encode_image(self.model, self.implementations, inputs)

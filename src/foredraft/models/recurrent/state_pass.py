@@ -11,7 +11,7 @@ from foredraft.kv.pool import KVPool
 from foredraft.models import attention
 from foredraft.models.forward_batch import ForwardBatch
 from foredraft.models.hidden_states import capture_hidden_states
-from foredraft.models.image_modules import add_layer_states, make_input
+from foredraft.models.image_modules import place_images
 from foredraft.models.padded_rows import PaddedRows
 from foredraft.models.recurrent.native_mixer import NativeMixer
 from foredraft.models.recurrent.state_cache import StateCache
@@ -49,9 +49,9 @@ class StatePass:
         assert pool.states is not None, "the model has recurrent layers, and its pool no states"
         assert isinstance(rows, ForwardBatch), "a pass with recurrent layers is not padded"
         cache = StateCache.start_pass(pool.states, rows, self.natives)
-        with add_layer_states(model, rows.images), capture_hidden_states(model, hidden_layers) as captured:
+        with place_images(model, rows.images), capture_hidden_states(model, hidden_layers) as captured:
             logits: Tensor = model(
-                **make_input(model, rows.tokens, rows.images),
+                input_ids=rows.tokens,
                 position_ids=rows.positions,
                 use_cache=False,
                 cache=cache,

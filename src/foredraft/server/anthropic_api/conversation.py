@@ -3,10 +3,12 @@
 import json
 from collections.abc import Iterable, Sequence
 from itertools import groupby
+from typing import Any
 
 from foredraft.server.anthropic_api.input_blocks import (
     Block,
     BlockMessage,
+    ImageBlock,
     LongNamedCall,
     LongNamedFunction,
     TextBlock,
@@ -15,6 +17,7 @@ from foredraft.server.anthropic_api.input_blocks import (
     ToolUseBlock,
     join_blocks,
 )
+from foredraft.server.content_parts import TextContentPart, make_image_part
 from foredraft.server.schemas import ChatMessage, MessageToolCall
 
 
@@ -56,11 +59,24 @@ def _build_call(block: ToolUseBlock) -> LongNamedCall:
 def _build_turns(blocks: Iterable[Block]) -> list[ChatMessage]:
     """Build the messages of the user and of tools, in the order of their blocks."""
     found: list[ChatMessage] = []
-    for is_text, group in groupby(blocks, key=lambda block: isinstance(block, TextBlock)):
-        if is_text:
-            found.append(ChatMessage(role="user", content=join_blocks(group)))
+    for is_own, group in groupby(blocks, key=lambda block: isinstance(block, TextBlock | ImageBlock)):
+        if is_own:
+            found.append(ChatMessage(role="user", content=_build_content(list(group))))
             continue
         for block in group:
             assert isinstance(block, ToolResultBlock)
             found.append(ChatMessage(role="tool", tool_call_id=block.tool_use_id, content=block.text))
     return found
+
+
+def _build_content(blocks: Sequence[Block]) -> str | list[Any]:
+    """Return the content of a message of the user: its text, or parts if images are among the blocks."""
+    if not any(isinstance(block, ImageBlock) for block in blocks):
+        return join_blocks(blocks)
+    parts: list[Any] = []
+    for is_image, group in groupby(blocks, key=lambda block: isinstance(block, ImageBlock)):
+        if is_image:
+            parts += [make_image_part(block.url) for block in group if isinstance(block, ImageBlock)]
+        else:
+            parts.append(TextContentPart(type="text", text=join_blocks(group)))
+    return parts

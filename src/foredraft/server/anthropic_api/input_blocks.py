@@ -14,11 +14,12 @@ from foredraft.server.schemas import CalledFunction, MessageToolCall, StrictMode
 BLOCK_SEPARATOR = "\n\n"  # between blocks of text of the user and of the system
 MAX_BLOCKS = 1024  # of one message
 _OTHER_BLOCKS = {
-    "image": "send text; this server reads no images",
+    "image": "send images in messages of the user, outside of results",
     "document": "send its text in a block of the type text",
     "search_result": "send its text in a block of the type text",
     "redacted_thinking": "leave it out; thinking that another server has encrypted cannot be read",
 }
+_BLOCK_TYPES = ("text", "image", "thinking", "tool_use", "tool_result")
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 CallId = Annotated[str, Field(min_length=1, max_length=256)]
 
@@ -37,6 +38,38 @@ class TextBlock(StrictModel):
     text: str
     cache_control: CacheMark | None = None
     citations: Annotated[list[Any], Field(max_length=0)] | None = None
+
+
+class ImageSource(StrictModel):
+    """Bytes of an image."""
+
+    type: Literal["base64"]
+    media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp", "image/bmp"]
+    data: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_type(cls, data: Any) -> Any:
+        kind = data.get("type") if isinstance(data, dict) else None
+        if kind != "base64":
+            raise ValueError(
+                f"a source of the type {quote_name(kind)} is not read, and no image is fetched; send the image as "
+                '{"type": "base64", "media_type": "image/png", "data": ...}'
+            )
+        return data
+
+
+class ImageBlock(StrictModel):
+    """Image of a message of the user."""
+
+    type: Literal["image"]
+    source: ImageSource
+    cache_control: CacheMark | None = None
+
+    @property
+    def url(self) -> str:
+        """URL with the bytes of the image."""
+        return f"data:{self.source.media_type};base64,{self.source.data}"
 
 
 class ThinkingBlock(StrictModel):
@@ -76,8 +109,8 @@ class RefusedBlock(StrictModel):
         if not isinstance(data, dict) or data.get("type") is None:
             raise ValueError("a block is an object with a type, such as text")
         kind = data["type"]
-        fix = _OTHER_BLOCKS.get(str(kind), "send text, thinking, tool_use and tool_result")
-        raise ValueError(f"a block of the type {quote_name(kind)} is not implemented; {fix}")
+        fix = _OTHER_BLOCKS.get(str(kind), "send text, image, thinking, tool_use and tool_result")
+        raise ValueError(f"a block of the type {quote_name(kind)} is not implemented here; {fix}")
 
 
 def check_text_kind(value: Any) -> Any:
@@ -90,9 +123,7 @@ def check_text_kind(value: Any) -> Any:
 def find_block_tag(value: Any) -> str:
     """Return the tag of a block. The brackets hide it in the places that errors name."""
     kind = value.get("type") if isinstance(value, dict) else None
-    return (
-        f"[{kind}]" if isinstance(kind, str) and kind in ("text", "thinking", "tool_use", "tool_result") else "[other]"
-    )
+    return f"[{kind}]" if isinstance(kind, str) and kind in _BLOCK_TYPES else "[other]"
 
 
 def find_text_tag(value: Any) -> str:
@@ -130,6 +161,7 @@ class ToolResultBlock(StrictModel):
 
 InputBlock = Annotated[
     Annotated[TextBlock, Tag("[text]")]
+    | Annotated[ImageBlock, Tag("[image]")]
     | Annotated[ThinkingBlock, Tag("[thinking]")]
     | Annotated[ToolUseBlock, Tag("[tool_use]")]
     | Annotated[ToolResultBlock, Tag("[tool_result]")]
@@ -142,9 +174,9 @@ InputContent = Annotated[
     Discriminator(lambda v: "[str]" if isinstance(v, str) else "[blocks]"),
     BeforeValidator(check_text_kind),
 ]
-Block = TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock
+Block = TextBlock | ImageBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock
 _ROLE_BLOCKS: dict[str, tuple[type[StrictModel], ...]] = {
-    "user": (TextBlock, ToolResultBlock),
+    "user": (TextBlock, ImageBlock, ToolResultBlock),
     "assistant": (TextBlock, ThinkingBlock, ToolUseBlock),
     "system": (TextBlock,),
 }

@@ -16,7 +16,7 @@ from foredraft.server.service import Service
 async def create_message(service: Service, http: Request, request: MessageRequest) -> Response:
     """Serve POST /v1/messages. Raises ApiError."""
     service.check_name(request.model)
-    prepared = await service.run_off_loop(prepare_message, service, request)
+    prepared = await service.run_off_loop(prepare_message, service, request, has_images=request.has_images)
     generation = await service.submit([prepared.prepared.submission])
     head = ResponseHead.for_request(service, request, generation, "msg", "message")
     head = replace(head, id=f"msg_{request.request_id or uuid.uuid4().hex}")
@@ -27,4 +27,5 @@ async def create_message(service: Service, http: Request, request: MessageReques
 async def count_message_tokens(service: Service, http: Request, request: CountTokensRequest) -> Response:
     """Serve POST /v1/messages/count_tokens. Raises ApiError."""
     service.check_name(request.model)
-    return JSONResponse({"input_tokens": await service.run_off_loop(count_tokens, service, request)})
+    count = await service.run_off_loop(count_tokens, service, request, has_images=request.has_images)
+    return JSONResponse({"input_tokens": count})

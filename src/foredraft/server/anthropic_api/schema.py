@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from foredraft.server.anthropic_api.input_blocks import (
     BlockMessage,
     CacheMark,
+    ImageBlock,
     TextOnly,
     ToolName,
 )
@@ -153,6 +154,10 @@ class ConversationRequest(RoutedRequest):
     output_config: AnswerOptions | None = None
     cache_control: CacheMark | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def has_images(self) -> bool:
+        return any(isinstance(block, ImageBlock) for message in self.messages for block in message.blocks)
 
     @model_validator(mode="before")
     @classmethod

@@ -4,12 +4,15 @@ import uuid
 from collections.abc import Iterable
 from typing import Any
 
+from foredraft.server.content_parts import TextContentPart, make_image_part
 from foredraft.server.responses_api.input_items import (
     FunctionCallItem,
     FunctionOutputItem,
+    ImagePart,
     Item,
     MessageItem,
     ReasoningItem,
+    TextPart,
 )
 from foredraft.server.schemas import CalledFunction, ChatMessage, MessageToolCall
 
@@ -66,7 +69,7 @@ class _MessageWriter:
             self._content = item.text
         else:
             self.end_turn()
-            self.messages.append(ChatMessage(role=item.role, content=item.text))
+            self.messages.append(ChatMessage(role=item.role, content=_build_content(item)))
 
     def end_turn(self) -> None:
         """Write the message of the assistant that is collected."""
@@ -80,6 +83,18 @@ class _MessageWriter:
             )
 
 
+def _build_content(item: MessageItem) -> str | list[Any]:
+    """Return the content of a message: its text, or its parts if images are among them."""
+    if not item.has_images:
+        return item.text
+    return [
+        make_image_part(part.image_url or "")
+        if isinstance(part, ImagePart)
+        else TextContentPart(type="text", text=part.text)
+        for part in item.parts
+    ]
+
+
 def list_items(items: Iterable[Item]) -> list[dict[str, Any]]:
     """List items as /v1/responses/{id}/input_items does: with ids, and text in parts."""
     return [_describe(item) for item in items]
@@ -88,14 +103,22 @@ def list_items(items: Iterable[Item]) -> list[dict[str, Any]]:
 def _describe(item: Item) -> dict[str, Any]:
     body: dict[str, Any] = {"id": item.id or make_item_id(item.type), "type": item.type}
     if isinstance(item, MessageItem):
-        part: dict[str, Any] = {"type": "input_text", "text": item.text}
+        parts: list[dict[str, Any]] = [{"type": "input_text", "text": item.text}]
         if item.role == "assistant":
-            part = {"type": "output_text", "text": item.text, "annotations": []}
-        return body | {"status": item.status or "completed", "role": item.role, "content": [part]}
+            parts = [{"type": "output_text", "text": item.text, "annotations": []}]
+        elif item.has_images:
+            parts = [_describe_part(part) for part in item.parts]
+        return body | {"status": item.status or "completed", "role": item.role, "content": parts}
     if isinstance(item, ReasoningItem):
-        parts = item.model_dump(include={"summary", "content"})
-        return body | {"summary": parts["summary"], "content": parts["content"] or []}
+        texts = item.model_dump(include={"summary", "content"})
+        return body | {"summary": texts["summary"], "content": texts["content"] or []}
     body |= {"status": item.status or "completed", "call_id": item.call_id}
     if isinstance(item, FunctionCallItem):
         return body | {"name": item.name, "arguments": item.arguments}
     return body | {"output": item.text}
+
+
+def _describe_part(part: TextPart | ImagePart) -> dict[str, Any]:
+    if isinstance(part, ImagePart):
+        return {"type": part.type, "image_url": part.image_url, "detail": part.detail or "auto"}
+    return {"type": part.type, "text": part.text}

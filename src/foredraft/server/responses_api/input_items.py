@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
+from foredraft.server.content_parts import ImageDetail
 from foredraft.server.errors import quote_name
 from foredraft.server.schemas import StrictModel
 
@@ -11,6 +12,7 @@ Status = Literal["in_progress", "completed", "incomplete"]
 ItemId = Annotated[str, Field(min_length=1, max_length=128)]
 CallId = Annotated[str, Field(min_length=1, max_length=256)]
 _PART_TYPES = ("input_text", "output_text")
+_PART_FIX = "send text as input_text or output_text, and images as input_image in messages of the user"
 # Type of an item that is not implemented -> what to send instead.
 _OTHER_ITEMS = {
     "item_reference": "send the item itself, or previous_response_id",
@@ -30,6 +32,21 @@ class TextPart(StrictModel):
     parsed: Any = None
 
 
+class ImagePart(StrictModel):
+    """Image of a message of the user: data:image/...;base64,... or a file URL of the server's media folder."""
+
+    type: Literal["input_image"]
+    image_url: str | None = None
+    detail: ImageDetail | None = None
+    file_id: str | None = None
+
+    @model_validator(mode="after")
+    def _check_url(self) -> "ImagePart":
+        if self.image_url is None or self.file_id is not None:
+            raise ValueError("this server stores no files; send the image as image_url: data:image/png;base64,...")
+        return self
+
+
 class OtherPart(StrictModel):
     """Part that is not implemented."""
 
@@ -37,7 +54,7 @@ class OtherPart(StrictModel):
     @classmethod
     def _refuse(cls, data: Any) -> Any:
         name = quote_name(data.get("type")) if isinstance(data, dict) else "without a type"
-        raise ValueError(f"a part {name} is not implemented; send text as input_text or output_text")
+        raise ValueError(f"a part {name} is not implemented here; {_PART_FIX}")
 
 
 Part = Annotated[
@@ -49,20 +66,46 @@ Text = Annotated[
     Discriminator(lambda v: "text" if isinstance(v, str) else "parts" if isinstance(v, list) else None),
 ]
 
+MessagePart = Annotated[
+    Annotated[TextPart, Tag("text")] | Annotated[ImagePart, Tag("image_part")] | Annotated[OtherPart, Tag("other")],
+    Discriminator(lambda v: _find_part_tag(v)),
+]
+MessageParts = Annotated[
+    Annotated[str, Tag("text")] | Annotated[list[MessagePart], Field(fail_fast=True, max_length=1024), Tag("parts")],
+    Discriminator(lambda v: "text" if isinstance(v, str) else "parts" if isinstance(v, list) else None),
+]
+
 
 class MessageItem(StrictModel):
     """Message of a conversation."""
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: Text
+    content: MessageParts
     id: ItemId | None = None
     status: Status | None = None
     phase: None = None
 
+    @model_validator(mode="after")
+    def _check_images(self) -> "MessageItem":
+        if self.role != "user" and self.has_images:
+            raise ValueError("images belong to messages of the user")
+        return self
+
     @property
     def text(self) -> str:
         return join_parts(self.content)
+
+    @property
+    def parts(self) -> list[TextPart | ImagePart]:
+        """Parts of the content; a text is one."""
+        if isinstance(self.content, str):
+            return [TextPart(type="input_text", text=self.content)]
+        return self.content  # type: ignore[return-value]  # OtherPart raises an error when it is validated
+
+    @property
+    def has_images(self) -> bool:
+        return any(isinstance(part, ImagePart) for part in self.parts)
 
 
 class FunctionCallItem(StrictModel):
@@ -171,12 +214,19 @@ ITEM_TAGS = {
 
 
 def join_parts(content: str | list[Any]) -> str:
-    """Join the parts of a content to one text."""
-    return content if isinstance(content, str) else "".join(part.text for part in content)
+    """Join the text of the parts of a content."""
+    if isinstance(content, str):
+        return content
+    return "".join(part.text for part in content if isinstance(part, TextPart))
 
 
 def _read_type(value: Any) -> Any:
     return value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+
+
+def _find_part_tag(value: Any) -> str:
+    kind = _read_type(value)
+    return "image_part" if kind == "input_image" else "text" if kind in _PART_TYPES else "other"
 
 
 def _find_item_tag(value: Any) -> str:

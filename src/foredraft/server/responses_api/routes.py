@@ -75,7 +75,8 @@ class ResponseRoutes:
         self._check_request(request)
         owner = _hash_owner(http)
         previous = self._find_previous(service, owner, request.previous_response_id)
-        prepared = await service.run_off_loop(prepare_response, service, request, previous)
+        has_images = request.has_images or (previous is not None and previous.has_images)
+        prepared = await service.run_off_loop(prepare_response, service, request, previous, has_images=has_images)
         submission = prepared.prepared.submission
         generation = await service.submit([submission])
         head = ResponseHead.for_request(service, request, generation, "resp", "response")

@@ -14,7 +14,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from foredraft.server.errors import quote_name
 from foredraft.server.neutral_fields import drop_neutral
-from foredraft.server.responses_api.input_items import ResponseInput
+from foredraft.server.responses_api.input_items import MessageItem, ResponseInput
 from foredraft.server.schemas import (
     Count,
     FunctionDefinition,
@@ -179,6 +179,11 @@ class ResponseRequest(SamplingRequest):
     @classmethod
     def _drop_neutral(cls, data: Any) -> Any:
         return drop_neutral(data, cls.model_fields, NEUTRAL_VALUES, FIXES, RENAMED_FIELDS)
+
+    @property
+    def has_images(self) -> bool:
+        items = () if isinstance(self.input, str) else self.input
+        return any(isinstance(item, MessageItem) and item.has_images for item in items)
 
     @property
     def has_logprobs(self) -> bool:

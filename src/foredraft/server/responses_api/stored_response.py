@@ -22,6 +22,11 @@ class StoredResponse:
         return len(self.input_items) + len(self.body)
 
     @property
+    def has_images(self) -> bool:
+        """Whether images are among the items of the conversation. Quotation marks of texts are escaped in JSON."""
+        return any(b'"type": "input_image"' in response.input_items for response in self.chain)
+
+    @property
     def chain(self) -> list["StoredResponse"]:
         """Responses of the conversation, from the first one to this one."""
         found, response = [], self
