@@ -85,6 +85,7 @@ def test_everything_is_built_and_measured_and_loads_in_transformers(python_tree,
     steps = []
     tiny_settings = {
         "eagle3": {"taps": "[1]"},
+        "dflash": {"taps": "[1,2]", "intermediate": "16"},
         "early_exit": {"exit_layer": "1", "rank": "8"},
         "draft_model": {"draft_config": str(out / "draft")},  # the recipe's is larger than a tiny target
     }
