@@ -1,4 +1,4 @@
-"""Table of the drafters of 2025 and 2026 beside EAGLE-3: chains and trees, greedy and sampled, for one and four streams.
+"""Table of the drafters of 2025 and 2026 beside EAGLE-3: chains and trees, greedy and sampled, one and four streams.
 
     python benchmarks/new_drafters.py [--model MODEL] [--heads FOLDER ...] [--rows NAME,...] [--workload code]
                                       [--grown FOLDER] [--prompts 12] [--max-tokens 128] [--streams 1,4]
@@ -11,13 +11,13 @@ tokens. All rows take turns group by group. A sampled run has no seed, so the ru
 A drafter is a folder of this name in one of `--heads`, or the built-in one; the row is left out without it. These
 commands train those that are not built in, with a target TARGET, documents DATA and the folder HEADS:
 
-    foredraft train mtp --model TARGET --data DATA --out HEADS/mtp --optimizer muon --lr 2e-3 --set loss=kl
-    foredraft train eagle3 --model TARGET --data DATA --out HEADS/p_eagle --optimizer muon --lr 2e-3 --set parallel=true
-    foredraft train mlp_speculator --model TARGET --data DATA --out HEADS/lstm --optimizer muon --lr 2e-3 --set cell=lstm
-    foredraft train draft_model --model TARGET --data DATA --out HEADS/pard --optimizer muon --lr 2e-3 --set parallel=true
+    foredraft train mtp --model TARGET --data DATA --out HEADS/mtp --set loss=kl
+    foredraft train eagle3 --model TARGET --data DATA --out HEADS/p_eagle --set parallel=true
+    foredraft train mlp_speculator --model TARGET --data DATA --out HEADS/lstm --set cell=lstm
+    foredraft train draft_model --model TARGET --data DATA --out HEADS/pard --set parallel=true
 
-For the built-in target: `--model builtin --data builtin`. `--grown FOLDER` measures a target that `foredraft bench grow`
-made of MODEL, whose passes wait for memory, with the drafters of MODEL.
+For the built-in target: `--model builtin --data builtin --optimizer muon --lr 2e-3`. `--grown FOLDER` measures a target
+that `foredraft bench grow` made of MODEL, whose passes wait for memory, with the drafters of MODEL.
 """
 
 import argparse

@@ -130,7 +130,9 @@ def train_models(
     backend: CliBackend = ctx.obj or CliBackend()
     screen = make_console(sys.stderr, no_color=False)
     with ProgressBar(screen, "reading the sources", total=1) as bar:
-        options = ZooTrainingOptions(device, sources, threads, tokens, batch_tokens, finish, is_compiled, with_undistilled)
+        options = ZooTrainingOptions(
+            device, sources, threads, tokens, batch_tokens, finish, is_compiled, with_undistilled
+        )
         backend.train(out, options, ZooProgress(bar, prints_lines=not screen.is_terminal), print_line)
     print_line(f"the models are in {out}" + ("" if use_as_builtin else "; --install makes them the built-in models"))
     if use_as_builtin:

@@ -12,8 +12,8 @@ CACHED_ROWS = 16  # rows per piece on a CPU: float32 rows of a few thousand toke
 class FusedKL(torch.autograd.Function):
     """KL(p || q) of logits that define q, with the gradient q * sum(p) - p computed beside it.
 
-    Operation by operation, a dozen tensors of the size of the logits go through the memory. Here pieces of some rows stay
-    in the cache of a CPU, and the gradient alone is kept, in the dtype of the logits.
+    Operation by operation, a dozen tensors of the size of the logits go through the memory. Here pieces of some rows
+    stay in the cache of a CPU, and the gradient alone is kept, in the dtype of the logits.
     """
 
     @staticmethod
@@ -33,7 +33,8 @@ class FusedKL(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (gradient,) = ctx.saved_tensors
-        return gradient * grads[0][..., None].to(gradient.dtype), None
+        # In place, as there is one backward pass. Autograd refuses a second one, since a saved tensor has changed.
+        return gradient.mul_(grads[0][..., None]), None
 
 
 def _split_rows(x: Tensor, num_dims: int) -> list[Tensor]:
