@@ -107,12 +107,9 @@ def train_models(
             help="Compile the steps of target and draft model: a quarter faster on CPU, needs a C++ compiler.",
         ),
     ] = False,
-    with_undistilled: Annotated[
+    undistilled: Annotated[
         bool,
-        typer.Option(
-            "--undistilled",
-            help="Also train a draft model without the target, for `foredraft reproduce distillation`.",
-        ),
+        typer.Option(help="Also train a draft model without the target, for `foredraft reproduce distillation`."),
     ] = False,
     use_as_builtin: Annotated[
         bool, typer.Option("--install", help="Install the trained models as the built-in models.")
@@ -123,20 +120,22 @@ def train_models(
     The data are the sources of the standard library and of installed packages with a permissive licence. Ctrl-C or
     SIGTERM stops the run, and the same command resumes it.
     """
-    if out.exists() and not out.is_dir():
-        raise UsageError(f"--out {str(out)!r} is a file; give a folder")
-    if sources is not None and not sources.is_dir():
-        raise UsageError(f"--sources {str(sources)!r} is not a folder; give a folder of Python files")
+    _check_folders(out, sources)
     backend: CliBackend = ctx.obj or CliBackend()
     screen = make_console(sys.stderr, no_color=False)
     with ProgressBar(screen, "reading the sources", total=1) as bar:
-        options = ZooTrainingOptions(
-            device, sources, threads, tokens, batch_tokens, finish, is_compiled, with_undistilled
-        )
+        options = ZooTrainingOptions(device, sources, threads, tokens, batch_tokens, finish, is_compiled, undistilled)
         backend.train(out, options, ZooProgress(bar, prints_lines=not screen.is_terminal), print_line)
     print_line(f"the models are in {out}" + ("" if use_as_builtin else "; --install makes them the built-in models"))
     if use_as_builtin:
         _install(backend, out)
+
+
+def _check_folders(out: Path, sources: Path | None) -> None:
+    if out.exists() and not out.is_dir():
+        raise UsageError(f"--out {str(out)!r} is a file; give a folder")
+    if sources is not None and not sources.is_dir():
+        raise UsageError(f"--sources {str(sources)!r} is not a folder; give a folder of Python files")
 
 
 @zoo.command("install")

@@ -72,11 +72,7 @@ def build_all(
     """
     out.mkdir(parents=True, exist_ok=True)
     data = collect(out, root)
-    summary = data.summary
-    log_line(
-        f"{summary.train_tokens:,} tokens of {len(summary.packages) + 1} packages to train on, {len(data.held_out):,} "
-        "held out"
-    )
+    log_line(_describe_corpus(data))
     interrupted = {name for name in (*PARTS, UNDISTILLED) if TrainingCheckpoints(out / name).find_latest() is not None}
 
     def build(name: str, recipe: LlamaRecipe, loss: LossFunction) -> None:
@@ -89,9 +85,8 @@ def build_all(
     build("target", target, compute_next_token_loss)
     model = _load(out / "target")
     build("draft", draft, make_distillation_loss(model.to(device)))
-    _build_part(
-        out, "ngram", lambda folder: build_table(data.library, data.held_out, folder, summary.library_description)
-    )
+    about = data.summary.library_description
+    _build_part(out, "ngram", lambda folder: build_table(data.library, data.held_out, folder, about))
     model.to("cpu")
     recipes = {"target": target, "draft": draft, UNDISTILLED: draft}
     figures = _measure_and_write_cards(out, model, recipes, data)
@@ -102,6 +97,11 @@ def build_all(
         build(UNDISTILLED, draft, compute_next_token_loss)
         figures = _measure_and_write_cards(out, model, recipes, data)
     return figures["draft"]
+
+
+def _describe_corpus(data: Corpus) -> str:
+    packages, tokens_held_out = len(data.summary.packages) + 1, len(data.held_out)
+    return f"{data.summary.train_tokens:,} tokens of {packages} packages to train on, {tokens_held_out:,} held out"
 
 
 def _measure_and_write_cards(
