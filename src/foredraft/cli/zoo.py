@@ -109,7 +109,9 @@ def train_models(
     ] = False,
     undistilled: Annotated[
         bool,
-        typer.Option(help="Also train a draft model without the target, for `foredraft reproduce distillation`."),
+        typer.Option(
+            "--undistilled", help="Also train a draft model without the target, for `foredraft reproduce distillation`."
+        ),
     ] = False,
     use_as_builtin: Annotated[
         bool, typer.Option("--install", help="Install the trained models as the built-in models.")
