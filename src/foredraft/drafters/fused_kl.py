@@ -43,4 +43,4 @@ def _split_rows(x: Tensor, num_dims: int) -> list[Tensor]:
     matrices = [x]
     while matrices[0].dim() > num_dims:
         matrices = [part for matrix in matrices for part in matrix.unbind(0)]
-    return [part for matrix in matrices for part in matrix.split(size)]
+    return [part for matrix in matrices for part in torch.split(matrix, size)]
