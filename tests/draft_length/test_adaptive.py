@@ -6,7 +6,7 @@ import pytest
 
 from foredraft.draft_length.adaptive import AdaptiveLengthPolicy
 from foredraft.draft_length.costs import CostCurve
-from foredraft.draft_length.observer import WARMUP_NODES
+from foredraft.draft_length.observer import RESTING_STEPS, WARMUP_NODES
 from foredraft.draft_length.policy import DraftCandidate, DraftOutcome, FixedLengthPolicy, StepReport
 from foredraft.draft_length.probes import PROBE_NODES, PROBE_STEPS
 from foredraft.engine.calibrate import ROW_COUNTS
@@ -237,6 +237,45 @@ def test_no_request_exceeds_its_limit_and_a_requested_length_is_a_limit():
         assert lengths.decision.nodes == sum(budgets)
     assert lengths.allocate([DraftCandidate(0, 5, min_nodes=5)], 1) == [5]
     assert lengths.decision.reason == "fixed"
+
+
+def test_a_drafter_that_never_pays_comes_to_rest_and_a_probe_does_not_end_it():
+    world = SimulatedEngine(bend, draft=1.0, load=lambda step: 4, life=40, accept=constant(0.3))
+    lengths, resting = adaptive(world), []
+    record = lengths.record_step
+    lengths.record_step = lambda report: (record(report), resting.append(lengths.is_resting))  # type: ignore[assignment]
+    totals = run(world, lengths, 1500)
+    assert not any(resting[:RESTING_STEPS])
+    assert all(resting[-1000:])
+    assert "probe" in totals.reasons[-1000:]
+
+
+def test_drafts_that_pay_never_let_it_rest():
+    lengths, _ = simulate(SimulatedEngine(accept=constant(0.8)), 300)
+    assert not lengths.is_resting
+
+
+def test_a_step_without_drafts_is_decided_without_its_candidates_until_something_can_change():
+    world = SimulatedEngine(bend, draft=1.0, load=lambda step: 4, accept=constant(0.3))
+    lengths, _ = simulate(world, 1000)
+    candidates = [DraftCandidate(slot, 4) for slot in range(4)]
+    while any(lengths.allocate(candidates, 4)):  # the end of a probe
+        lengths.record_step(StepReport(4, 4, 4, 400, 0.0, 1.0, tuple(DraftOutcome(c.slot, 0, 0) for c in candidates)))
+    counts = lengths.counts.total()
+    assert lengths.repeat_none(4, {0})
+    assert lengths.counts.total() == counts + 1
+    assert not lengths.repeat_none(4, {0, 1}), "a new kind of request has no plan"
+    assert not lengths.repeat_none(64, {0}), "a new load allows a probe"
+    lengths.observer.step = lengths._probes.next_step
+    assert not lengths.repeat_none(4, {0}), "a probe is due"
+
+
+def test_the_next_request_of_a_slot_has_a_plan_of_its_own_at_once():
+    lengths, _ = simulate(SimulatedEngine(accept=constant(0.8), load=lambda step: 2), 300)
+    candidates = [DraftCandidate(slot, 8) for slot in range(2)]
+    lengths.forget([1])
+    assert 1 not in lengths._plan.plan.nodes_by_slot
+    assert all(lengths.allocate(candidates, 2))
 
 
 def test_forgotten_slots_leave_nothing():

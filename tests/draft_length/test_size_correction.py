@@ -40,3 +40,12 @@ def test_large_sizes_share_their_ratio_with_near_ones():
         correction.update(size, 2.0)
     assert len(correction._means) <= 2
     assert correction.estimate(510) > 1.8
+
+
+def test_relative_ratios_leave_the_level_to_the_curve():
+    correction = SizeCorrection(is_relative=True)
+    for _ in range(60):
+        correction.update(4, 1.0)
+        correction.update(8, 2.0)
+    assert correction.estimate(8) / correction.estimate(4) == pytest.approx(2.0, rel=0.05)
+    assert correction.estimate(8) * correction.estimate(4) == pytest.approx(1.0, rel=0.05)

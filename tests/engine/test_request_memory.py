@@ -110,3 +110,25 @@ def test_a_request_fits_if_all_pages_but_the_null_page_hold_it(num_prompt: int, 
         engine.memory.check_fits(longer.request)
     limited = engine_fakes.make_transcript([1] * num_prompt, Sampling(max_tokens=max_tokens + 1), max_length=length)
     engine.memory.check_fits(limited.request)
+
+
+class RestingPolicy(FixedLengthPolicy):
+    """Policy whose drafting rests if the test sets it."""
+
+    def __init__(self) -> None:
+        self.rests = False
+
+    @property
+    def is_resting(self) -> bool:
+        return self.rests
+
+
+@pytest.mark.parametrize("rests", [False, True])
+def test_pending_draft_kv_is_written_unless_drafting_rests(rests: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, policy, flushed = make_engine([]), RestingPolicy(), list[int]()
+    engine.length_policy, policy.rests = policy, rests
+    monkeypatch.setattr(engine.memory.drafter, "flush", flushed.extend)
+    transcripts = start(engine, 2, num_prompt=2 * PAGE)
+    slots = [transcript.request.slot for transcript in transcripts]
+    engine.memory.remove([transcript.request for transcript in transcripts])
+    assert flushed == ([] if rests else slots)

@@ -197,6 +197,16 @@ class TestDraftMemory:
         cache.release(first, is_finished=True)
         assert cache.match(request([*TEXT, 1])) == PrefixHit((1, 2), 2)
 
+    def test_while_drafting_rests_its_missing_entries_shorten_no_hit(self) -> None:
+        owner = Owner(lookahead=1)
+        cache = cache_of(owner=owner)
+        cache.release(fill(cache, request([*TEXT, 1]), 12), is_finished=True)
+        assert cache.match(request([*TEXT, 1])) == PrefixHit()
+        owner.draft_kv.is_resting = True
+        again = start(cache, request([*TEXT, 1], slot=2))
+        assert again.pages == [1, 2, 3]
+        assert owner.draft_kv.num_valid.get(2, 0) == 0, "the request cannot draft"
+
     def test_the_last_pair_of_a_page_was_made_with_the_token_that_follows_it(self) -> None:
         """Two texts that differ from the end of a page share its tokens, and all its pairs but one."""
         owner = Owner(lookahead=1)

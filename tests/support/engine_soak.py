@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from transformers import LlamaForCausalLM
 
-from foredraft.draft_length.policy import DraftCandidate, StepReport
+from foredraft.draft_length.policy import DraftCandidate, FixedLengthPolicy
 from foredraft.engine.engine import Engine
 from foredraft.engine.transcript import Transcript
 from foredraft.llm import MemoryLimits
@@ -62,8 +62,8 @@ def _make_sampling_options(rng: random.Random, index: int) -> dict[str, float]:
     return plain if rng.random() < 0.6 else plain | {"repetition_penalty": 1.1, "frequency_penalty": 0.1}
 
 
-class RandomLengthPolicy:
-    """Draft lengths that change at random with every step, none among them."""
+class RandomLengthPolicy(FixedLengthPolicy):
+    """Draft lengths that change at random with every step, none among them. Drafting rests at random too."""
 
     def __init__(self, seed: int = 3) -> None:
         self._rng = random.Random(seed)
@@ -73,9 +73,9 @@ class RandomLengthPolicy:
     ) -> list[int]:
         return [self._rng.randint(0, ask.max_nodes) for ask in candidates]
 
-    def record_step(self, report: StepReport) -> None: ...
-
-    def forget(self, slots: Sequence[int]) -> None: ...
+    @property
+    def is_resting(self) -> bool:
+        return self._rng.random() < 0.3
 
 
 @dataclass

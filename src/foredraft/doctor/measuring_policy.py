@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
-from foredraft.draft_length.policy import DraftCandidate, StepReport
+from foredraft.draft_length.policy import DraftCandidate, FixedLengthPolicy, StepReport
 
 LENGTHS = (1, 2, 3, 5, 8, 16)  # draft nodes per request that are compared, beside the longest
 
 
-class MeasuringPolicy:
+class MeasuringPolicy(FixedLengthPolicy):
     """Grants lengths in turn, one for all requests of a step, and keeps the reports.
 
     The lengths follow from the number of steps alone, so they cannot change a distribution. A request with a fixed
@@ -37,9 +37,6 @@ class MeasuringPolicy:
     def record_step(self, report: StepReport) -> None:
         """Keep the report."""
         self.reports.append(report)
-
-    def forget(self, slots: Sequence[int]) -> None:
-        """Do nothing: there is no state by slot."""
 
     def take_reports(self) -> list[StepReport]:
         """Return the reports since the last call, and forget them."""

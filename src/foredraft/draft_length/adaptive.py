@@ -12,11 +12,11 @@ docs/controller.md explains the algorithm in a page. All times are in seconds.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from foredraft.draft_length.costs import CostCurve, DraftCost
 from foredraft.draft_length.current_plan import Candidates, CurrentPlan
-from foredraft.draft_length.intervals import LARGE_BATCH, compute_plain_interval
+from foredraft.draft_length.intervals import compute_plain_interval
 from foredraft.draft_length.observer import WARMUP_NODES, StepObserver
 from foredraft.draft_length.planner import LengthPlan, cut_nodes
 from foredraft.draft_length.policy import DecisionReason, LengthDecision, StepReport
@@ -68,15 +68,18 @@ class AdaptiveLengthPolicy:
         """Time of a forward pass of the target."""
         return self.observer.costs.curve
 
+    @property
+    def is_resting(self) -> bool:
+        """Whether drafting has been paused for a while; probes do not end it."""
+        return self.observer.is_resting
+
     def allocate(self, candidates: Candidates, num_pass_tokens: int, attended_tokens: int = 0) -> list[int]:
         """Grant draft nodes for the next step; arguments as in `DraftLengthPolicy.allocate`."""
-        observer = self.observer
-        if not observer.is_drafting and not self._probes.slots:
-            # Paused, and no probe runs: the usual result is no draft at all, without any of the work below.
-            if not self._plan.covers_kinds(candidates):
-                self._plan.expire()  # `update` below computes a new one
-            elif self._would_draft_nothing_again(candidates):
-                return self._repeat_decision(candidates)
+        observer, kinds = self.observer, {c.kind for c in candidates}
+        if not any(c.min_nodes for c in candidates) and self.repeat_none(len(candidates), kinds):
+            return [0] * len(candidates)
+        if not observer.is_drafting and not self._plan.covers(kinds):
+            self._plan.expire()  # `update` below computes a new one
         if observer.register(candidates):  # the kind of the batch has changed: sampled if any request is
             self._plan.expire()
         # A fixed length is granted as it is. The policy decides only about the other candidates, the adjustable ones.
@@ -113,22 +116,25 @@ class AdaptiveLengthPolicy:
         if self.observer.register(candidates):
             self._plan.expire()
 
-    def _repeat_decision(self, candidates: Candidates) -> list[int]:
-        """Repeat the last decision, to draft nothing. It saves the time of a new decision."""
+    def repeat_none(self, num_requests: int, kinds: Set[int]) -> bool:
+        """Decide for no draft again; see `DraftLengthPolicy.repeat_none`."""
+        if self.observer.is_drafting or self._probes.slots or not self._plan.covers(kinds):
+            return False
+        if not self._would_draft_nothing_again(num_requests):
+            return False
         self._plan.keep()
-        self.observer.begin_step(len(candidates), has_fixed=False)
+        self.observer.begin_step(num_requests, has_fixed=False)
         self.counts[self.decision.reason] += 1
-        return [0] * len(candidates)
+        return True
 
-    def _would_draft_nothing_again(self, candidates: Candidates) -> bool:
-        """Return whether drafting stays paused, and neither a probe nor a fixed draft can start now."""
+    def _would_draft_nothing_again(self, num_requests: int) -> bool:
+        """Return whether drafting stays paused, and no probe can start now."""
         return (
             self.decision.nodes == 0  # otherwise the last decision cannot be repeated
             and self._plan.can_be_kept  # this step computes no new plan
-            and self._plan.plan.speedup <= 1.0 + GAIN_MARGIN  # drafting does not resume
+            and (self._plan.plan.speedup <= 1.0 + GAIN_MARGIN or not self._plan.is_resumption_due)  # it does not resume
             and self.observer.step < self._probes.next_step  # no probe is due
-            and self._probes.is_load_similar(len(candidates))  # and none becomes due, as it would at a new load
-            and not any(c.min_nodes for c in candidates)  # the least length is always granted
+            and self._probes.is_load_similar(num_requests)  # and none becomes due, as it would at a new load
         )
 
     def _choose_nodes(
@@ -205,8 +211,4 @@ class AdaptiveLengthPolicy:
         """Drop the state of these slots: estimates, probe and plan."""
         self.observer.forget(slots)
         self._probes.forget(slots)
-        num_remaining = self._plan.forget(slots)
-        # A large batch keeps its plan when a request leaves (`get_plan_lifetime`). In a small one, the next request may
-        # look like the one that left, so the key of the plan would not show the change.
-        if self.observer.is_drafting and num_remaining < LARGE_BATCH:
-            self._plan.expire()
+        self._plan.forget(slots)

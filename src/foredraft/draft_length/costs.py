@@ -46,7 +46,7 @@ class CostCurve:
             raise ValueError("the row buckets of a cost curve must rise, each once")
         self._bucket_array = np.array(self._buckets, dtype=np.float64)
         self.is_measured = bool(points)
-        self._correction = SizeCorrection()
+        self._correction = SizeCorrection(is_relative=not points)
         curve_weight = 1.0 if points else 0.0
         # Coefficients of the curve, 1, requests, rows of logits, attended tokens. The first prior is the weakest,
         # because the whole pass becomes faster or slower far more often than one of its parts.
@@ -76,7 +76,7 @@ class CostCurve:
         sizes, seconds = self._sizes, self._seconds
         pass_tokens = self.pad(pass_tokens)
         if not sizes:
-            return pass_tokens if self._buckets else 0.0
+            return pass_tokens
         if pass_tokens <= sizes[0] or len(sizes) == 1:
             return seconds[0]
         right = min(bisect_right(sizes, pass_tokens), len(sizes) - 1)
@@ -98,7 +98,7 @@ class CostCurve:
         return seconds * self._correction.estimate(self.pad(pass_tokens))
 
     def predict_many(self, requests: int, pass_tokens: Floats, logit_rows: Floats, attended_tokens: Floats) -> Floats:
-        """Return the predictions for many sizes at once; all arrays have the same shape [N]."""
+        """Return the predictions for many sizes at once; all arrays have the same shape."""
         curve_factor, base, per_request, per_logit_row, per_attended = self._regression.weights
         padded = self._pad_many(pass_tokens)
         seconds = curve_factor * self._interpolate_many(padded) + (base + per_request * requests)
@@ -128,11 +128,11 @@ class CostCurve:
         return np.where(index < len(self._buckets), padded, pass_tokens)
 
     def _interpolate_many(self, pass_tokens: Floats) -> Floats:
-        """Interpolate at sizes [N] that are padded already."""
-        if self._buckets and not self._sizes:
+        """Interpolate at sizes that are padded already, of any shape."""
+        if not self._sizes:
             return pass_tokens
         if len(self._sizes) < 2:
-            return np.full(len(pass_tokens), self.interpolate(0))
+            return np.full_like(pass_tokens, self.interpolate(0))
         inside: Floats = np.interp(pass_tokens, self._sizes, self._seconds)
         slope = (self._seconds[-1] - self._seconds[-2]) / (self._sizes[-1] - self._sizes[-2])
         return np.maximum(inside + slope * np.maximum(pass_tokens - self._sizes[-1], 0.0), 0.0)
@@ -164,10 +164,11 @@ class DraftCost:
             per_unread = per_newcomer / ASSUMED_PROMPT_TOKENS
         return idle + base + per_level * longest + per_node * nodes + per_unread * unread + per_newcomer * newcomers
 
-    def predict_many(self, requests: int, longest: int, nodes: Floats) -> Floats:
-        """Return the predictions for many numbers of nodes at one value of `longest`."""
+    def predict_many(self, requests: int, longest: Sequence[int], nodes: Floats) -> Floats:
+        """Return the predictions for L values of `longest` and numbers of nodes [L, N]."""
         _, _, per_node, _, _ = self._regression.weights
-        return self.predict(requests, longest, nodes=0.0) + per_node * nodes
+        bases = np.array([self.predict(requests, length, nodes=0.0) for length in longest])
+        return bases[:, None] + per_node * nodes
 
     def update(
         self, requests: int, longest: int, nodes: int, unread: int, newcomers: int, seconds: float, scale: float

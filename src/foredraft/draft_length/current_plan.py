@@ -1,9 +1,9 @@
 """The plan in use: draft nodes per request, the batch that they were computed for, and the plan's age in steps."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import replace
 
-from foredraft.draft_length.intervals import PAUSED_LIFETIME, get_plan_lifetime
+from foredraft.draft_length.intervals import PAUSED_LIFETIME, RESUMPTION_INTERVAL, get_plan_lifetime
 from foredraft.draft_length.observer import StepObserver
 from foredraft.draft_length.planner import LengthPlan, StepShape
 from foredraft.draft_length.policy import DraftCandidate
@@ -26,6 +26,7 @@ class CurrentPlan:
         self._observer = observer
         self._age = 0  # in steps
         self._key: object = None  # batch that the plan was computed for; None = compute a new plan
+        self._estimates: object = None  # kind of drafts and levels of confidence that it was computed with
         self._kinds: frozenset[int] = frozenset()  # kinds of the requests in that batch
 
     @property
@@ -33,9 +34,14 @@ class CurrentPlan:
         """Whether no new plan is due in the next step while drafting is paused."""
         return self._age + 1 < PAUSED_LIFETIME
 
-    def covers_kinds(self, candidates: Candidates) -> bool:
-        """Return whether the plan was computed with all kinds of these requests."""
-        return self._kinds.issuperset([c.kind for c in candidates])
+    @property
+    def is_resumption_due(self) -> bool:
+        """Whether the next step compares the time credit with a plan that pays. Every step would take too long."""
+        return (self._age + 1) % RESUMPTION_INTERVAL == 0
+
+    def covers(self, kinds: Set[int]) -> bool:
+        """Return whether the plan was computed with all of these kinds of requests."""
+        return self._kinds >= kinds
 
     def expire(self) -> None:
         """Let the next step compute a new plan."""
@@ -52,10 +58,11 @@ class CurrentPlan:
         observer = self._observer
         survival = observer.survival
         levels = survival.list_confidence_levels([c.slot for c in candidates])
-        key = (num_pass_tokens, tuple(candidates), observer.num_others, survival.is_tree, levels)
+        key = (num_pass_tokens, tuple(candidates), observer.num_others)
         self._age += 1
-        if self._is_current(key, len(adjustable)):
+        if self._is_current(key, (survival.is_tree, levels), adjustable):
             return self.plan
+        self._estimates = survival.is_tree, levels
         self._key, self._age, self._kinds = key, 0, frozenset(c.kind for c in candidates)
         fixed = [c for c in candidates if c.min_nodes]
         fixed_longest = max((c.min_nodes for c in fixed), default=0)
@@ -74,14 +81,19 @@ class CurrentPlan:
         self.plan = observer.costs.planner.find_best_plan(shape, slots, limits, rates, draft_probs)
         return self.plan
 
-    def _is_current(self, key: object, count: int) -> bool:
-        """Return whether the plan may still be used for the batch `key` with `count` adjustable requests."""
+    def _is_current(self, key: object, estimates: object, adjustable: Candidates) -> bool:
+        """Return whether the plan may still be used for the batch `key` with these adjustable requests."""
         if self._observer.is_warming_up or self._key is None:
             return False
-        return self._age < get_plan_lifetime(count, not self._observer.is_drafting, is_same_batch=key == self._key)
+        has_same_estimates = estimates == self._estimates
+        return self._age < get_plan_lifetime(
+            len(adjustable),
+            is_paused=not self._observer.is_drafting,
+            is_same_batch=has_same_estimates and key == self._key,
+            is_covered=has_same_estimates and all(c.slot in self.plan.nodes_by_slot for c in adjustable),
+        )
 
-    def forget(self, slots: Sequence[int]) -> int:
-        """Drop the nodes of these slots. Returns the number of requests that remain in the plan."""
+    def forget(self, slots: Sequence[int]) -> None:
+        """Drop the nodes of these slots."""
         remaining = {slot: nodes for slot, nodes in self.plan.nodes_by_slot.items() if slot not in slots}
         self.plan = replace(self.plan, nodes_by_slot=remaining)
-        return len(remaining)

@@ -1,7 +1,7 @@
 """Draft-length policy for ensembles: grant the full budget while measured time saved exceeds time spent."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from foredraft.draft_length.adaptive import AdaptiveLengthPolicy
 from foredraft.draft_length.costs import CostCurve
@@ -40,6 +40,11 @@ class LossBudgetPolicy:
         """Number of steps by reason."""
         return self._planned.counts
 
+    @property
+    def is_resting(self) -> bool:
+        """Whether drafting has been paused for a while."""
+        return self._observer.is_resting
+
     def allocate(
         self, candidates: Sequence[DraftCandidate], num_pass_tokens: int, attended_tokens: int = 0
     ) -> list[int]:
@@ -59,6 +64,10 @@ class LossBudgetPolicy:
         granted = [c.max_nodes if reason == "pays" else c.min_nodes for c in candidates]
         self._planned.record_decision(LengthDecision(reason, sum(granted), max(granted, default=0)))
         return granted
+
+    def repeat_none(self, num_requests: int, kinds: Set[int]) -> bool:
+        """Return False: a step without drafts earns credit, which every decision looks at."""
+        return False
 
     def record_step(self, report: StepReport) -> None:
         """Update cost, survival and time credit from a finished step."""

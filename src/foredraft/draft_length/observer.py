@@ -4,6 +4,7 @@ Pure: no clock. Steps are counted by their reports.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from foredraft.draft_length.acceptance import SurvivalEstimator
 from foredraft.draft_length.costs import CostCurve, DraftCost
@@ -17,7 +18,15 @@ WARMUP_NODES = (0, 0, 1, 1, 3, 3, 3)  # draft nodes per request: entry i is for 
 # A negative credit ends the warm-up, but not before this many steps: the first draft is slow, because the drafter reads
 # the prompt.
 MIN_WARMUP_STEPS = 4
-MAX_UNOBSERVED_STEPS = 3  # reports in a row that may be skipped (`_skip`)
+RESTING_STEPS = 64  # steps of a pause after which drafting rests
+MAX_UNOBSERVED_STEPS = 7  # reports in a row that may be skipped (`_skip`)
+
+
+class CurrentStep(NamedTuple):
+    """What is known of a step before its report."""
+
+    num_candidates: int = 0
+    has_fixed: bool = False  # drafts of fixed or least length
 
 
 class StepObserver:
@@ -32,7 +41,6 @@ class StepObserver:
         warmup_step: index in WARMUP_NODES; its length = warm-up is over.
         is_drafting: False = paused: only probes and requests of fixed length draft. The policy sets it.
         steps_since_plain: steps with drafts since the last plain step.
-        has_fixed: the current step has drafts of fixed or least length, so it cannot be a plain step.
         num_others: requests that got a token but could not draft, such as those of fixed length 0, in the last step
             whose report was evaluated. A plan includes them as requests without drafts.
     """
@@ -45,15 +53,25 @@ class StepObserver:
         self.step = 0
         self.warmup_step = 0
         self.is_drafting = True
+        self._drafted_until = 0  # last step in which `is_drafting` was true
         self.steps_since_plain = 0
         self.num_others = 0
-        self._num_candidates = 0  # candidates of the current step
-        self.has_fixed = False
+        self._current = CurrentStep()
         self._num_unobserved = 0  # steps since the last report that was evaluated
 
     @property
     def is_warming_up(self) -> bool:
         return self.warmup_step < len(WARMUP_NODES)
+
+    @property
+    def has_fixed(self) -> bool:
+        """Whether the current step has drafts of fixed or least length, so that it cannot be a plain step."""
+        return self._current.has_fixed
+
+    @property
+    def is_resting(self) -> bool:
+        """Whether drafting has been paused for RESTING_STEPS. A change in between would make this state worthless."""
+        return not self.is_drafting and self.step - self._drafted_until >= RESTING_STEPS
 
     def end_warmup(self) -> None:
         """End the warm-up, because the costs are known or not needed."""
@@ -76,7 +94,9 @@ class StepObserver:
 
     def begin_step(self, num_candidates: int, has_fixed: bool) -> None:
         """Set the number of candidates of the next step, and whether it has drafts of fixed or least length."""
-        self._num_candidates, self.has_fixed = num_candidates, has_fixed
+        self._current = CurrentStep(num_candidates, has_fixed)
+        if self.is_drafting or has_fixed:
+            self._drafted_until = self.step
 
     def estimate_catch_up(self, slots: Sequence[int]) -> float:
         """Return the seconds that the drafter takes to read the unread tokens of these requests."""
@@ -104,8 +124,9 @@ class StepObserver:
             survival.record_pause(num_steps)
         self._num_unobserved = 0
         # After a step without candidates, its requests may become candidates, so they are not counted as others.
-        self.num_others = max(0, len(outcomes) - self._num_candidates) if self._num_candidates else 0
-        self._num_candidates = 0
+        num_candidates = self._current.num_candidates
+        self.num_others = max(0, len(outcomes) - num_candidates) if num_candidates else 0
+        self._current = self._current._replace(num_candidates=0)
         self.steps_since_plain = self.steps_since_plain + 1 if longest else 0
         if self.warmup_step < len(WARMUP_NODES) and outcomes:
             self.warmup_step += 1
@@ -116,15 +137,15 @@ class StepObserver:
     def _skip(self) -> bool:
         """Skip the report of a step without drafts, to save time, if drafting is paused or there was no candidate.
 
-        One report in four is evaluated even then. A skipped step only adds its allowance to the time credit. Returns
+        One report in eight is evaluated even then. A skipped step only adds its allowance to the time credit. Returns
         whether the report was skipped.
         """
-        is_busy = self._num_candidates > 0 and self.is_drafting  # `is_drafting` is true during warm-up
+        is_busy = self._current.num_candidates > 0 and self.is_drafting  # `is_drafting` is true during warm-up
         if is_busy or self._num_unobserved == MAX_UNOBSERVED_STEPS:
             return False
         self._num_unobserved += 1
         self.step += 1
-        self._num_candidates = 0
+        self._current = self._current._replace(num_candidates=0)
         self.steps_since_plain = 0
         self.credit.record_unobserved_step()
         return True

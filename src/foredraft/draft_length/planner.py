@@ -140,37 +140,51 @@ class Planner:
         survival, draft_probs = survival.ravel()[order], draft_probs.ravel()[order]
         # Log probability that a request has no draft beyond its least length, at the node that would be the next.
         log_no_draft = np.where(node == least[request] + 1, np.log1p(-np.minimum(draft_probs, 1.0 - 1e-9)), 0.0)
-        before = self.estimate_verify_time(shape, shape.fixed_nodes)
-        rest = seconds - before - self.draft_cost.predict(shape.num_requests, shape.fixed_longest, shape.fixed_nodes)
-        best_rate, best_longest, best_size, best_accepted = 0.0, 0, 0, 0.0
+        lengths = [longest for longest in _list_lengths(width) if longest > least.min()]
+        inside = node <= np.array(lengths)[:, None]  # [L, N]: the nodes of the sets that are no longer than each length
+        sizes = np.cumsum(inside, 1)
+        accepted, expected_nodes = (np.cumsum(np.where(inside, x, 0.0), 1) for x in (survival, draft_probs))
+        any_draft = np.maximum(-np.expm1(np.cumsum(np.where(inside, log_no_draft, 0.0), 1)), MIN_SECONDS)
+        cost = self._estimate_costs(shape, seconds, lengths, expected_nodes, any_draft)
+        rates = np.where(inside, (tokens + accepted) / np.maximum(cost, MIN_SECONDS), 0.0)
         room = self.curve.count_free_rows(shape.num_pass_tokens + shape.fixed_nodes)
-        for longest in _list_lengths(width):
-            inside = node <= longest
-            if longest <= least.min():
-                continue  # no node is inside
-            accepted, expected_nodes = np.cumsum(survival[inside]), np.cumsum(draft_probs[inside])
-            any_draft = -np.expm1(np.cumsum(log_no_draft[inside]))
-            # The pass is priced at the nodes given that there is a draft, not at the mean: rare drafts come whole, and
-            # the time of a pass is a step function of its tokens.
-            nodes = expected_nodes / any_draft + shape.fixed_nodes
-            pass_tokens, scored = shape.num_pass_tokens + nodes, shape.num_requests + nodes
-            cost = any_draft * self.curve.predict_many(
-                shape.num_requests, pass_tokens, scored, shape.context_per_token * pass_tokens
-            )
-            cost += (1.0 - any_draft) * before + rest
-            cost += self.draft_cost.predict_many(
-                shape.num_requests, max(longest, shape.fixed_longest), expected_nodes + shape.fixed_nodes
-            )
-            rate = (tokens + accepted) / np.maximum(cost, MIN_SECONDS)
-            rate[len(rate) if room is None else room :] = 0.0
-            n = int(rate.argmax())
-            if rate[n] > best_rate:
-                best_rate, best_longest, best_size, best_accepted = float(rate[n]), longest, n + 1, float(accepted[n])
-        added = np.bincount(request[node <= best_longest][:best_size], minlength=count)
-        granted = (least + added).tolist()
-        acceptance = best_accepted / best_size if best_size else 0.0
+        if room is not None:
+            rates[sizes > room] = 0.0
+        best = np.unravel_index(int(rates.argmax()), rates.shape) if rates.size else None
+        if best is None or rates[best] <= 0.0:
+            nodes_by_slot = dict(zip(slots, least.tolist(), strict=True))
+            return LengthPlan(nodes_by_slot, int(least.max()), tokens / seconds)
+        size = int(sizes[best])
+        granted = (least + np.bincount(request[inside[best[0]]][:size], minlength=count)).tolist()
         nodes_by_slot = dict(zip(slots, granted, strict=True))
-        return LengthPlan(nodes_by_slot, max(granted), tokens / seconds, best_rate, acceptance)
+        acceptance = float(accepted[best]) / size
+        return LengthPlan(nodes_by_slot, max(granted), tokens / seconds, float(rates[best]), acceptance)
+
+    def _estimate_costs(
+        self, shape: StepShape, baseline: float, lengths: Sequence[int], expected_nodes: Floats, any_draft: Floats
+    ) -> Floats:
+        """Return the predicted seconds of a step with each set, [L, N].
+
+        The pass is priced at the nodes given that there is a draft, not at the mean: rare drafts come whole, and the
+        time of a pass is a step function of its tokens.
+
+        Args:
+            shape: the step without these drafts.
+            baseline: predicted seconds of that step.
+            lengths: L longest drafts.
+            expected_nodes: nodes of each set that are drafted on average, [L, N].
+            any_draft: probability that any of them is drafted, [L, N].
+        """
+        before = self.estimate_verify_time(shape, shape.fixed_nodes)
+        rest = baseline - before - self.draft_cost.predict(shape.num_requests, shape.fixed_longest, shape.fixed_nodes)
+        nodes = expected_nodes / any_draft + shape.fixed_nodes
+        pass_tokens = shape.num_pass_tokens + nodes
+        added = self.curve.predict_many(
+            shape.num_requests, pass_tokens, shape.num_requests + nodes, shape.context_per_token * pass_tokens
+        )
+        longest = [max(length, shape.fixed_longest) for length in lengths]
+        drafting = self.draft_cost.predict_many(shape.num_requests, longest, expected_nodes + shape.fixed_nodes)
+        return any_draft * (added - before) + before + rest + drafting
 
 
 def cut_nodes(nodes_by_slot: dict[int, int], room: int | None) -> dict[int, int]:

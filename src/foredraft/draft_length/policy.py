@@ -4,7 +4,7 @@ A draft-length policy decides before each step how many nodes each request may d
 alone: under rejection sampling, a length that depended on the draft tokens would change the output distribution.
 """
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Literal, NamedTuple, Protocol
 
 # Reason of a decision about the draft lengths of a step.
@@ -75,6 +75,10 @@ class LengthDecision(NamedTuple):
 class DraftLengthPolicy(Protocol):
     """Decides how many nodes each request may draft."""
 
+    @property
+    def is_resting(self) -> bool:
+        """Whether no request has drafted for a while, apart from probes, so that drafters need not prepare drafts."""
+
     def allocate(
         self, candidates: Sequence[DraftCandidate], num_pass_tokens: int, attended_tokens: int = 0
     ) -> list[int]:
@@ -89,6 +93,19 @@ class DraftLengthPolicy(Protocol):
             Nodes for each candidate, from its `min_nodes` to its `max_nodes`.
         """
 
+    def repeat_none(self, num_requests: int, kinds: Set[int]) -> bool:
+        """Decide for no draft in the next step, as in the last, if that can be seen without the candidates.
+
+        Collecting them is most of what a drafter at rest would cost. No request may have a least length.
+
+        Args:
+            num_requests: requests of the step.
+            kinds: their kinds, as in `DraftCandidate`.
+
+        Returns:
+            Whether the decision was made. Otherwise `allocate` makes it.
+        """
+
     def record_step(self, report: StepReport) -> None:
         """Update the estimates after a step."""
 
@@ -99,11 +116,20 @@ class DraftLengthPolicy(Protocol):
 class FixedLengthPolicy:
     """Draft-length policy that grants every request its `max_nodes`."""
 
+    @property
+    def is_resting(self) -> bool:
+        """False: every request drafts."""
+        return False
+
     def allocate(
         self, candidates: Sequence[DraftCandidate], num_pass_tokens: int, attended_tokens: int = 0
     ) -> list[int]:
         """Return `max_nodes` of every candidate."""
         return [candidate.max_nodes for candidate in candidates]
+
+    def repeat_none(self, num_requests: int, kinds: Set[int]) -> bool:
+        """Return False: every request drafts."""
+        return False
 
     def record_step(self, report: StepReport) -> None:
         """Ignore the report: the policy has no estimates."""

@@ -67,6 +67,8 @@ class Prober:
         cost = self._estimate_cost(slots[:count], num_pass_tokens)
         if credit.seconds > cost + MIN_CREDIT_AFTER_PROBE * credit.plain_step_cost:
             self.schedule.start(tuple(slots[:count]))
+        else:
+            self.schedule.defer(self._observer.step)
 
     def _estimate_cost(self, slots: Sequence[int], num_pass_tokens: int) -> float:
         """Return the seconds that a probe of these requests adds if none of its nodes is accepted.

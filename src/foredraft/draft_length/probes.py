@@ -9,6 +9,7 @@ PROBE_NODES = 2  # draft nodes per request and step
 PROBE_STEPS = 4  # consecutive steps of a probe
 MIN_PROBE_INTERVAL = 32  # steps between probes; doubles after each probe that did not pay
 MAX_PROBE_INTERVAL = 256  # steps
+DEFERRAL = 16  # steps until a probe that the credit does not cover is considered again, which takes time by itself
 
 
 class ProbeSchedule:
@@ -43,6 +44,10 @@ class ProbeSchedule:
     def start(self, slots: tuple[int, ...]) -> None:
         """Start a probe of these requests in the current step."""
         self.slots, self._steps_left = slots, PROBE_STEPS
+
+    def defer(self, step: int) -> None:
+        """Consider the probe that is due again after some steps. The interval stays."""
+        self.next_step = step + DEFERRAL
 
     def count_step(self) -> bool:
         """Count a finished step of the current probe. Returns whether the probe is over."""

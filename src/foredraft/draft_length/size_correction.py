@@ -6,7 +6,7 @@ memory is fast. Pure: numbers in, numbers out, no clock.
 """
 
 from bisect import bisect_left
-from math import exp2, log2
+from math import exp, exp2, log, log2
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,15 +17,22 @@ MAX_WEIGHT = 8.0  # observations that the mean ratio of a size covers
 PRIOR_WEIGHT = 0.5  # observations of ratio 1 that every size starts with
 FORGETTING_UPDATES = 512  # updates after which the weight of an unvisited size has decayed to 1 / e
 CONFIDENCE_WEIGHT = 2.0  # observations after which a size is half known
+MIN_RATIO = 1e-3  # lower limit on a ratio, against the logarithm of 0
 MIN_WEIGHT = 0.05  # weight below which a size is dropped
 NUM_EAGER_UPDATES, REBUILD_INTERVAL = 32, 6  # first updates that count at once, and interval of later ones
 NUM_EXACT_SIZES = 32  # up to this size every size has its own mean; larger ones share an eighth of an octave
 
 
 class SizeCorrection:
-    """Mean ratio of measured to predicted time by size; straight between the sizes that occurred, constant outside."""
+    """Mean ratio of measured to predicted time by size; straight between the sizes that occurred, constant outside.
 
-    def __init__(self) -> None:
+    Args:
+        is_relative: divide the ratios by their mean, for a curve that is learnt from the same steps. Its level would
+            otherwise move between the curve and the ratios, and leave the costs of drafts behind. Default False.
+    """
+
+    def __init__(self, is_relative: bool = False) -> None:
+        self._is_relative = is_relative
         self._means: dict[int, tuple[float, float, int]] = {}  # size -> (mean ratio, weight, update of the last one)
         self._num_updates = 0
         self._sizes: list[float] = []  # of the means in use, rising
@@ -53,9 +60,9 @@ class SizeCorrection:
         return ratios[right - 1] + share * (ratios[right] - ratios[right - 1])
 
     def estimate_many(self, sizes: Floats) -> Floats:
-        """Return the factors of many sizes [N]."""
+        """Return the factors of many sizes, of any shape."""
         if not self._sizes:
-            return np.ones(len(sizes))
+            return np.ones_like(sizes)
         return np.interp(sizes, self._sizes, self._ratios)
 
     def get_confidence(self, size: float) -> float:
@@ -72,6 +79,10 @@ class SizeCorrection:
         self._ratios = [
             (self._means[size][0] * weights[size] + PRIOR_WEIGHT) / (weights[size] + PRIOR_WEIGHT) for size in used
         ]
+        if self._is_relative:
+            logs = [weights[size] * log(max(ratio, MIN_RATIO)) for size, ratio in zip(used, self._ratios, strict=True)]
+            common = exp(sum(logs) / sum([weights[size] for size in used]))
+            self._ratios = [ratio / common for ratio in self._ratios]
 
     def _decay(self, weight: float, last: int) -> float:
         age = self._num_updates - last

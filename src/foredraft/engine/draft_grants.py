@@ -30,14 +30,16 @@ def grant_draft_nodes(
     """
     if not bounds.most:
         return (0,) * len(scheduled)
+    kinds = _find_kinds(scheduled)
+    if not bounds.least and kinds is not None and length_policy.repeat_none(len(scheduled), kinds):
+        return (0,) * len(scheduled)
     candidates: list[DraftCandidate] = []
     indices: list[int] = []  # of the candidates in `scheduled`
     for i, (request, chunk) in enumerate(scheduled):
         own = request.spec.options.draft_lengths  # those that the request set; None = none
         least, most = bounds if own is None else bounds.narrow(own.find(len(scheduled)))
         if most > 0 and request.num_computed + chunk == request.num_tokens and request.max_draft_depth > 0:
-            kind = int(not request.spec.sampling.is_greedy)  # the policy has separate estimates: 0 greedy, 1 sampled
-            candidates.append(DraftCandidate(request.slot, most, least, kind))
+            candidates.append(DraftCandidate(request.slot, most, least, _find_kind(request)))
             indices.append(i)
     result = [0] * len(scheduled)
     if candidates:
@@ -50,6 +52,21 @@ def grant_draft_nodes(
             result[i] = _reserve(allocator, request, request.num_computed + chunk, min(num_nodes, tokens_left))
             tokens_left -= result[i]
     return tuple(result)
+
+
+def _find_kind(request: Request) -> int:
+    """Return 0 for a greedy request and 1 for a sampled one: the policy has separate estimates."""
+    return int(not request.spec.sampling.is_greedy)
+
+
+def _find_kinds(scheduled: Sequence[Chunk]) -> set[int] | None:
+    """Return the kinds of the requests; None if one of them set draft lengths of its own."""
+    kinds = set()
+    for request, _ in scheduled:
+        if request.spec.options.draft_lengths is not None:
+            return None
+        kinds.add(_find_kind(request))
+    return kinds
 
 
 def _reserve(allocator: PageAllocator, request: Request, length: int, num_nodes: int) -> int:

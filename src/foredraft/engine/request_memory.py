@@ -16,7 +16,8 @@ class RequestMemory:
     """Frees the memory of requests that leave: they are preempted, end, or are computed again after a fault.
 
     A drafter may defer the computation of its KV; this KV is pending. It is written before pages are shared or freed,
-    so that requests that share or later reuse the pages get their draft KV too.
+    so that requests that share or later reuse the pages get their draft KV too. While drafting rests it is not written:
+    for a drafter that never pays, that would be the largest part of its cost.
     """
 
     def __init__(
@@ -59,9 +60,12 @@ class RequestMemory:
             allowed: requests that may run in the next step. None = all.
             deferred: requests that may not run. If the batch is full, they are preempted for waiting requests.
         """
+        draft_kv = self.drafter.draft_kv
+        if draft_kv is not None:
+            draft_kv.is_resting = self.length_policy.is_resting
         releases = self.scheduler.find_releases(allowed, deferred)
         if releases is not NO_RELEASES:
-            self.drafter.flush(releases.unwritten_slots)  # writes their pending draft KV
+            self._write_pending(releases.unwritten_slots)
             self._forget(self.scheduler.preempt(releases.preempted))
         self.states.trim(self.scheduler.running)
 
@@ -74,11 +78,14 @@ class RequestMemory:
                 stays in the prefix cache.
         """
         # The prefix cache may keep pages of these requests. Their draft KV cannot be written after the end.
-        unwritten_slots = self.scheduler.find_unwritten_slots([r for r in requests if r not in failed])
-        if unwritten_slots:
-            self.drafter.flush(unwritten_slots)  # writes their pending draft KV
+        self._write_pending(self.scheduler.find_unwritten_slots([r for r in requests if r not in failed]))
         for request in requests:
             self._forget(self.scheduler.finish(request, has_invalid_kv=request in failed))
+
+    def _write_pending(self, slots: Sequence[int]) -> None:
+        """Write the pending draft KV of these slots, unless drafting rests."""
+        if slots and not self.length_policy.is_resting:
+            self.drafter.flush(slots)
 
     def clear(self) -> None:
         """Drop all KV, and the state of all slots: an interrupted step may have lost the owner of a slot.

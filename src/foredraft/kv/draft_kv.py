@@ -23,6 +23,9 @@ class DraftKV:
     is_rebuildable_from_tokens: bool = True
     flush: Callable[[Sequence[int]], None] = lambda slots: None  # write the deferred entries of these slots now
     num_valid: dict[int, int] = field(default_factory=dict)  # slot -> number of leading valid entries
+    # Set by the engine while no request drafts: deferred entries are not written, and the prefix cache counts pages
+    # without them.
+    is_resting: bool = False
 
 
 class DraftKVOwner(Protocol):

@@ -92,7 +92,8 @@ class PrefixCache:
             pages = self._look_up(request)
         num_draft_pages = self._index.count_draft_pages(request, pages, draft_kv)
         # If draft KV cannot be rebuilt from tokens, a longer hit would leave a gap, and the request could never draft.
-        usable = pages if draft_kv.is_rebuildable_from_tokens else pages[:num_draft_pages]
+        can_leave_gap = draft_kv.is_rebuildable_from_tokens or draft_kv.is_resting
+        usable = pages if can_leave_gap else pages[:num_draft_pages]
         return PrefixHit(tuple(usable), num_draft_pages)
 
     def find_unrecorded_slots(self, request: Request) -> list[int]:

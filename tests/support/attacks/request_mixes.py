@@ -16,7 +16,7 @@ from typing import Any
 from foredraft import LLM, Completion, Grammar, RequestOptions, Sampling, Seq2Seq
 from foredraft.draft_length.adaptive import AdaptiveLengthPolicy
 from foredraft.draft_length.policy import DraftCandidate as DraftAsk
-from foredraft.draft_length.policy import DraftLengthPolicy, FixedLengthPolicy, StepReport
+from foredraft.draft_length.policy import DraftLengthPolicy, FixedLengthPolicy
 from foredraft.engine.transcript import Transcript
 from foredraft.llm import MemoryLimits
 from foredraft.request import Request
@@ -33,8 +33,8 @@ class InjectedError(RuntimeError):
     """A step that was made to fail."""
 
 
-class RandomLengthPolicy:
-    """Draft lengths that change at random with every step, none among them."""
+class RandomLengthPolicy(FixedLengthPolicy):
+    """Draft lengths that change at random with every step, none among them. Drafting rests at random too."""
 
     def __init__(self, seed: int) -> None:
         self._rng = random.Random(seed)
@@ -42,9 +42,9 @@ class RandomLengthPolicy:
     def allocate(self, candidates: Sequence[DraftAsk], num_rows: int, attended_tokens: int = 0) -> list[int]:
         return [self._rng.randint(0, ask.max_nodes) for ask in candidates]
 
-    def record_step(self, report: StepReport) -> None: ...
-
-    def forget(self, slots: Sequence[int]) -> None: ...
+    @property
+    def is_resting(self) -> bool:
+        return self._rng.random() < 0.3
 
 
 @dataclass(frozen=True)
