@@ -9,7 +9,8 @@ prompts of the ratio of seconds. A group has as many prompts as streams, which b
 tokens. All rows take turns group by group. A sampled run has no seed, so the rule is that of `--verify`.
 
 A drafter is a folder of this name in one of `--heads`, or the built-in one; the row is left out without it. The recipe
-of the built-in DFlash head has the Markov head of DSpark. These commands train those that are not built in, with a target TARGET, documents DATA and the folder HEADS:
+of the built-in DFlash head has the Markov head of DSpark. These commands train the drafters that are not built in, with
+a target TARGET, documents DATA and the folder HEADS:
 
     foredraft train mtp --model TARGET --data DATA --out HEADS/mtp --set loss=kl
     foredraft train eagle3 --model TARGET --data DATA --out HEADS/p_eagle --set parallel=true
