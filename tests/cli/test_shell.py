@@ -83,15 +83,25 @@ def test_zoo_train_reports_sparsely_off_a_terminal_and_installs_when_asked(run, 
     assert "target: step 40 of 40, loss 0.025" in outcome.error_lines
     assert 20 <= len(outcome.error_lines) <= 24
     assert "--install" in outcome.error_lines[-1]
-    run("zoo", "train", "--out", str(tmp_path / "new"), "--install", backend=backend)
+    outcome = run("zoo", "train", "--out", str(tmp_path / "new"), "--install", backend=backend)
     assert backend.calls[-1] == ("install new", 0)
+    assert "left as they are: seq2seq" in outcome.error_lines[-1]
+
+
+def test_zoo_install_names_what_it_installs_and_what_is_missing(run, tmp_path):
+    backend = FakeBackend()
+    outcome = run("zoo", "install", str(tmp_path), backend=backend)
+    assert backend.calls == [(f"install {tmp_path.name}", 0)]
+    assert "target, draft" in outcome.error_lines[0]
+    assert "left as they are: seq2seq" in outcome.error_lines[1]
+    assert run("zoo", "install", str(tmp_path / "missing")).code == 2
 
 
 def test_zoo_train_hands_its_options_on(run, tmp_path):
     backend = FakeBackend()
-    options = "--device cuda --threads 1 --tokens 2000000 --batch-tokens 65536 --finish --compile".split()
+    options = "--device cuda --threads 1 --tokens 2000000 --batch-tokens 65536 --finish --compile --undistilled".split()
     assert run("zoo", "train", "--out", str(tmp_path / "new"), *options, backend=backend).code == 0
-    assert backend.training == ZooTrainingOptions("cuda", None, 1, 2_000_000, 65536, True, True)
+    assert backend.training == ZooTrainingOptions("cuda", None, 1, 2_000_000, 65536, True, True, True)
     assert run("zoo", "train", "--threads", "0").code == 2
 
 

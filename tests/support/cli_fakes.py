@@ -117,8 +117,9 @@ class FakeBackend:
             report("target", step, 40, 1 / step)
         self.calls.append((f"train {out.name} {options.device} {options.sources}", 40))
 
-    def install(self, out: Path) -> None:
+    def install(self, out: Path) -> tuple[list[str], list[str]]:
         self.calls.append((f"install {out.name}", 0))
+        return ["target", "draft"], ["seq2seq"]
 
     def _make(self, options: ModelOptions, method: str) -> FakeLLM:
         if method in self.missing:

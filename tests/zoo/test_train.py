@@ -85,6 +85,7 @@ def test_everything_is_built_and_measured_and_loads_in_transformers(python_tree,
     steps = []
     tiny_settings = {
         "eagle3": {"taps": "[1]"},
+        "dflash": {"taps": "[1,2]", "intermediate": "16"},
         "early_exit": {"exit_layer": "1", "rank": "8"},
         "draft_model": {"draft_config": str(out / "draft")},  # the recipe's is larger than a tiny target
     }
@@ -94,15 +95,14 @@ def test_everything_is_built_and_measured_and_loads_in_transformers(python_tree,
         for name, recipe in recipes.items()
     }
     heads = HeadsPlan(tiny, documents=4, corpus_tokens=4000, prompts=2, tokens=16)
-    figures = build.build_all(
-        out,
-        target=TINY,
-        draft=TINY_DRAFT,
-        root=python_tree,
-        report=lambda part, step, of, loss: steps.append(part),
-        heads=heads,
-        pair=TINY_PAIR,
-    )
+
+    def run(**more):
+        return build.build_all(
+            out, target=TINY, draft=TINY_DRAFT, root=python_tree, heads=heads, pair=TINY_PAIR,
+            report=lambda part, step, of, loss: steps.append(part), **more,
+        )  # fmt: skip
+
+    figures = run()
     assert 0 < figures.alpha < 1
     folders = {name: find_head_folder(name) for name in recipes}
     pair_folders = {find_head_folder(name, zoo.SEQ2SEQ_TARGET) for name in list_recipes(zoo.SEQ2SEQ_TARGET)}
@@ -115,6 +115,8 @@ def test_everything_is_built_and_measured_and_loads_in_transformers(python_tree,
         assert str(out) not in (out / name / "config.json").read_text()
         assert f"foredraft train {method}" in (out / name / "README.md").read_text()
     assert "--boost draft " in (out / "draft_2" / "README.md").read_text()
+    assert not (out / build.UNDISTILLED).exists()
+    assert build.UNDISTILLED not in (out / "draft" / "README.md").read_text()
     for part in build.PARTS:
         model = AutoModelForCausalLM.from_pretrained(out / part)
         assert model.dtype == torch.bfloat16
@@ -122,6 +124,32 @@ def test_everything_is_built_and_measured_and_loads_in_transformers(python_tree,
         assert tokenizer.decode(tokenizer("def f(x):\n\treturn é").input_ids) == "def f(x):\n\treturn é"
         assert "heapq" in (out / part / "README.md").read_text()
     assert json.loads((out / "figures.json").read_text())["draft"]["alpha"] == figures.alpha
+    steps.clear()
+    run(with_undistilled=True)
+    assert set(steps) == {build.UNDISTILLED}, "finished parts are kept"
+    assert f"| {build.UNDISTILLED}, greedy |" in (out / "draft" / "README.md").read_text()
+
+
+def test_finished_models_are_installed_and_others_stay(tmp_path):
+    out, package = tmp_path / "out", tmp_path / "package"
+    for folder in (
+        out / "target",
+        out / "target" / "checkpoint-20",
+        out / "eagle3",
+        package / "target",
+        package / "draft",
+    ):
+        folder.mkdir(parents=True)
+    (out / "target" / build.CARD_FILE).write_text("new")
+    (out / "eagle3" / "config.json").write_text("{}")  # still in training: it has no card
+    (package / "target" / "old.txt").write_text("old")
+    (package / "draft" / build.CARD_FILE).write_text("old")
+    installed, missing = build.install(out, package)
+    assert installed == ["target"]
+    assert {"draft", "eagle3", "dflash", "seq2seq"} < set(missing)
+    assert [file.name for file in (package / "target").iterdir()] == [build.CARD_FILE]
+    assert (package / "draft" / build.CARD_FILE).read_text() == "old"
+    assert not (package / "eagle3").exists()
 
 
 def interrupt_at(at):

@@ -68,6 +68,7 @@ class ZooTrainingOptions:
     batch_tokens: int | None = None
     finish: bool = False
     is_compiled: bool = False
+    with_undistilled: bool = False
 
 
 @dataclass(frozen=True)
@@ -215,14 +216,19 @@ class CliBackend:
         build_all(
             out, options.device, target, draft, root=options.sources, report=report, log_line=say,
             finish=options.finish, is_compiled=options.is_compiled,
+            with_undistilled=options.with_undistilled,
         )  # fmt: skip
 
-    def install(self, out: Path) -> None:
-        """Replace the built-in models of this installation by the models in the folder `out`."""
+    def install(self, out: Path) -> tuple[list[str], list[str]]:
+        """Replace the built-in models of this installation by the finished models in the folder `out`.
+
+        Returns:
+            Names of the models that were replaced, and of those that `out` does not have.
+        """
         from foredraft import zoo
         from foredraft.zoo_training.build import install
 
-        install(out, Path(zoo.__path__[0]))
+        return install(out, Path(zoo.__path__[0]))
 
 
 def choose_default_method(model: str | None, choices: CliChoices) -> str:

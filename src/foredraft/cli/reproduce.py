@@ -52,7 +52,7 @@ class ReproduceArguments:
         str | None,
         typer.Option(
             help="Folder of a draft model trained without the target, for the claim distillation; "
-            "`foredraft zoo train` writes zoo/draft-undistilled."
+            "`foredraft zoo train --undistilled` writes zoo/draft-undistilled."
         ),
     ] = None
     questions: Annotated[

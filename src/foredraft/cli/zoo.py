@@ -107,6 +107,12 @@ def train_models(
             help="Compile the steps of target and draft model: a quarter faster on CPU, needs a C++ compiler.",
         ),
     ] = False,
+    undistilled: Annotated[
+        bool,
+        typer.Option(
+            "--undistilled", help="Also train a draft model without the target, for `foredraft reproduce distillation`."
+        ),
+    ] = False,
     use_as_builtin: Annotated[
         bool, typer.Option("--install", help="Install the trained models as the built-in models.")
     ] = False,
@@ -116,21 +122,41 @@ def train_models(
     The data are the sources of the standard library and of installed packages with a permissive licence. Ctrl-C or
     SIGTERM stops the run, and the same command resumes it.
     """
+    _check_folders(out, sources)
+    backend: CliBackend = ctx.obj or CliBackend()
+    screen = make_console(sys.stderr, no_color=False)
+    with ProgressBar(screen, "reading the sources", total=1) as bar:
+        options = ZooTrainingOptions(device, sources, threads, tokens, batch_tokens, finish, is_compiled, undistilled)
+        backend.train(out, options, ZooProgress(bar, prints_lines=not screen.is_terminal), print_line)
+    print_line(f"the models are in {out}" + ("" if use_as_builtin else "; --install makes them the built-in models"))
+    if use_as_builtin:
+        _install(backend, out)
+
+
+def _check_folders(out: Path, sources: Path | None) -> None:
     if out.exists() and not out.is_dir():
         raise UsageError(f"--out {str(out)!r} is a file; give a folder")
     if sources is not None and not sources.is_dir():
         raise UsageError(f"--sources {str(sources)!r} is not a folder; give a folder of Python files")
-    backend: CliBackend = ctx.obj or CliBackend()
-    screen = make_console(sys.stderr, no_color=False)
-    with ProgressBar(screen, "reading the sources", total=1) as bar:
-        options = ZooTrainingOptions(device, sources, threads, tokens, batch_tokens, finish, is_compiled)
-        backend.train(out, options, ZooProgress(bar, prints_lines=not screen.is_terminal), print_line)
-    if use_as_builtin:
-        backend.install(out)
-    print_line(
-        f"the models are in {out}"
-        + (" and installed as the built-in models" if use_as_builtin else "; --install makes them the built-in models")
-    )
+
+
+@zoo.command("install")
+def install_models(
+    ctx: typer.Context,
+    folder: Annotated[Path, typer.Argument(help="Folder of `foredraft zoo train`.")] = Path("zoo"),
+) -> None:
+    """Make the finished models of a training run the built-in models of this installation; it may be unfinished."""
+    if not folder.is_dir():
+        raise UsageError(f"{str(folder)!r} is not a folder; give the --out of `foredraft zoo train`")
+    _install(ctx.obj or CliBackend(), folder)
+
+
+def _install(backend: CliBackend, folder: Path) -> None:
+    """Install the finished models of a folder, and print which they are and which stay as they are."""
+    installed, missing = backend.install(folder)
+    print_line(f"built-in models from {folder}: {', '.join(installed) or 'none'}")
+    if missing:
+        print_line(f"not finished there, so left as they are: {', '.join(missing)}")
 
 
 @dataclass

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from foredraft.drafters.fused_kl import MIN_LOG_PROB, FusedKL
 from foredraft.errors import ForedraftError
 from foredraft.source import EncoderSource
 
 LK_SHARPNESS = 3.0  # eta of 2602.23881
-MIN_LOG_PROB = -1e4  # floor that keeps 0 * log 0 finite
 MIN_REST = 1e-6  # floor of the probability of all tokens that are not listed
 MIN_WEIGHT = 1e-9  # floor of the sum of weights, before a division
 
@@ -125,6 +125,8 @@ def compute_draft_loss(name: str, logits: Tensor, target_log_probs: TargetLogPro
     """
     if name == "ce":
         return F.cross_entropy(logits.float().flatten(0, -2), tokens.flatten(), reduction="none").view(tokens.shape)
+    if name == "kl" and target_log_probs.token_ids is None and not target_log_probs.logprobs.requires_grad:
+        return FusedKL.apply(logits, target_log_probs.logprobs)  # type: ignore[no-any-return,no-untyped-call]
     return DIVERGENCES[name](*target_log_probs.align_outcomes(logits))
 
 

@@ -67,5 +67,5 @@ CLAIM = Claim(
     measure=measure,
     extra="undistilled",
     needs_extra=True,
-    extra_help="a draft model trained without the target; `foredraft zoo train --out zoo` writes zoo/draft-undistilled",
+    extra_help="a draft model trained without the target, as `foredraft zoo train --undistilled` writes one",
 )

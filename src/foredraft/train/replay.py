@@ -5,6 +5,7 @@ The target's own continuations are recorded once. The drafter then runs along th
 that agrees with the recording. With equal numerics the acceptance is that of a real run.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -123,7 +124,8 @@ class Replay:
             ForedraftError: if the drafter needs the target's tokens after rejected drafts, which is not recorded.
         """
         engine = llm.engine.scheduler
-        self.drafter = SandboxedDrafter(llm.drafter, llm.target.vocab_size)
+        # Without a limit of time: a process that is paused meanwhile has no slow drafter.
+        self.drafter = SandboxedDrafter(llm.drafter, llm.target.vocab_size, timeout=math.inf)
         spec = self.drafter.spec
         if spec.needs_target_argmax or spec.num_target_candidates:
             raise ForedraftError(f"{llm.drafter_name} needs the target's tokens after rejected drafts; run it instead")

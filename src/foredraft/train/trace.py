@@ -82,25 +82,38 @@ class Tracer:
         Returns:
             Hidden states [B, L, F] and distributions [B, L, `top` or V] after each token.
         """
-        target, (num_rows, length) = self.target, tokens.shape
+        num_rows, length = tokens.shape
+        pieces = list(_split_rows(num_rows, length, max(1, LOGIT_BYTES // (4 * self.target.vocab_size))))
+        if len(pieces) == 1:  # nothing is copied
+            probs, states = self._run_piece(tokens, sources, pieces[0])
+            return probs.logprobs.new_empty(num_rows, length, 0) if states is None else states, probs
+        target = self.target
         width = target.vocab_size if self.top is None else min(self.top, target.vocab_size)
         logprobs = torch.empty(num_rows, length, width, device=target.device)
         ids = torch.empty_like(logprobs, dtype=torch.int64) if width < target.vocab_size else None
         features = logprobs.new_empty(num_rows, length, 0)
-        for piece in _split_rows(num_rows, length, max(1, LOGIT_BYTES // (4 * target.vocab_size))):
-            with torch.autocast(target.device.type, enabled=False):  # the numerics are those of serving
-                logits, states = target.forward(self._build_batch(tokens, sources, piece), self.hidden_layers)
+        for piece in pieces:
+            probs, states = self._run_piece(tokens, sources, piece)
             index = slice(piece.rows.start, piece.rows.stop), slice(piece.start, piece.stop)
-            shape = len(piece.rows), piece.stop - piece.start
-            probs = TargetLogProbs.from_logits(logits, self.top)
-            logprobs[index] = probs.logprobs.view(*shape, width)
+            logprobs[index] = probs.logprobs
             if ids is not None and probs.token_ids is not None:
-                ids[index] = probs.token_ids.view(*shape, width)
+                ids[index] = probs.token_ids
             if states is not None:
                 if not features.shape[-1]:
                     features = states.new_empty(num_rows, length, states.shape[-1])
-                features[index] = states.view(*shape, -1)
+                features[index] = states
         return features, TargetLogProbs(logprobs, ids)
+
+    def _run_piece(
+        self, tokens: Tensor, sources: tuple[EncoderSource, ...], piece: TracePiece
+    ) -> tuple[TargetLogProbs, Tensor | None]:
+        """Run the target over a piece of b rows and l positions: distributions and states [b, l, ..]."""
+        with torch.autocast(self.target.device.type, enabled=False):  # the numerics are those of serving
+            logits, states = self.target.forward(self._build_batch(tokens, sources, piece), self.hidden_layers)
+        probs = TargetLogProbs.from_logits(logits, self.top)
+        shape = len(piece.rows), piece.stop - piece.start, -1
+        ids = None if probs.token_ids is None else probs.token_ids.view(shape)
+        return TargetLogProbs(probs.logprobs.view(shape), ids), None if states is None else states.view(shape)
 
     def _build_batch(self, tokens: Tensor, sources: tuple[EncoderSource, ...], piece: TracePiece) -> ForwardBatch:
         per_row = -(-tokens.shape[1] // PAGE_SIZE)

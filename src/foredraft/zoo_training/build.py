@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from foredraft.train.checkpoint import TrainingCheckpoints
 from foredraft.zoo import corpus
 from foredraft.zoo_training import tokens
 from foredraft.zoo_training.cards import HELD_OUT_PACKAGES_KEY, render_card
-from foredraft.zoo_training.collect import Corpus, CorpusSummary, collect
+from foredraft.zoo_training.collect import Corpus, collect
 from foredraft.zoo_training.heads import HeadsPlan, list_head_folders, prepare_code_target, train_heads
 from foredraft.zoo_training.measure import PairMetrics, measure_pair
 from foredraft.zoo_training.ngram import build_table
@@ -31,8 +31,11 @@ from foredraft.zoo_training.train import (
     train,
 )
 
+WEIGHTS_FILE = "model.safetensors"
+CARD_FILE = "README.md"  # the last file of a finished model
 MIN_HELD_OUT_TOKENS = 1000  # the held-out packages are measured only if they have more tokens
-PARTS = ("target", "draft", "draft-undistilled")
+UNDISTILLED = "draft-undistilled"
+PARTS = ("target", "draft")
 
 
 def build_all(
@@ -47,6 +50,7 @@ def build_all(
     log_line: Callable[[str], None] = lambda line: None,
     finish: bool = False,
     is_compiled: bool = False,
+    with_undistilled: bool = False,
 ) -> PairMetrics:
     """Train all built-in models into `out`: the pair, the n-gram table, the heads, and the same for encoder-decoders.
 
@@ -64,15 +68,12 @@ def build_all(
         log_line: called with each line for the user.
         finish: begin the decay of a model that was interrupted at its constant learning rate. Default False.
         is_compiled: train target and draft model through torch.compile. Default False.
+        with_undistilled: train a draft model without the target last, for comparison. Default False.
     """
     out.mkdir(parents=True, exist_ok=True)
     data = collect(out, root)
-    summary = data.summary
-    log_line(
-        f"{summary.train_tokens:,} tokens of {len(summary.packages) + 1} packages to train on, {len(data.held_out):,} "
-        "held out"
-    )
-    interrupted = {name for name in PARTS if TrainingCheckpoints(out / name).find_latest() is not None}
+    log_line(_describe_corpus(data))
+    interrupted = {name for name in (*PARTS, UNDISTILLED) if TrainingCheckpoints(out / name).find_latest() is not None}
 
     def build(name: str, recipe: LlamaRecipe, loss: LossFunction) -> None:
         run = PretrainingRun(
@@ -84,46 +85,62 @@ def build_all(
     build("target", target, compute_next_token_loss)
     model = _load(out / "target")
     build("draft", draft, make_distillation_loss(model.to(device)))
-    build("draft-undistilled", draft, compute_next_token_loss)
-    _build_part(
-        out, "ngram", lambda folder: build_table(data.library, data.held_out, folder, summary.library_description)
-    )
+    about = data.summary.library_description
+    _build_part(out, "ngram", lambda folder: build_table(data.library, data.held_out, folder, about))
     model.to("cpu")
-    figures = _measure_drafts(out, model, data)
-    _write_cards(out, {name: target if name == "target" else draft for name in PARTS}, figures, summary)
+    recipes = {"target": target, "draft": draft, UNDISTILLED: draft}
+    figures = _measure_and_write_cards(out, model, recipes, data)
     heads = heads or HeadsPlan()
     train_heads(prepare_code_target(out, device, data.train, log_line, heads), out, device, report, log_line, heads)
     build_pair(out, device, tokens.load_tokenizer(out), *corpus.split(root), report, log_line, pair)
+    if with_undistilled:
+        build(UNDISTILLED, draft, compute_next_token_loss)
+        figures = _measure_and_write_cards(out, model, recipes, data)
     return figures["draft"]
 
 
-def _write_cards(
-    out: Path, recipes: Mapping[str, LlamaRecipe], figures: dict[str, PairMetrics], summary: CorpusSummary
-) -> None:
-    """Give every model its tokenizer and its card."""
-    for name, recipe in recipes.items():
+def _describe_corpus(data: Corpus) -> str:
+    packages, tokens_held_out = len(data.summary.packages) + 1, len(data.held_out)
+    return f"{data.summary.train_tokens:,} tokens of {packages} packages to train on, {tokens_held_out:,} held out"
+
+
+def _measure_and_write_cards(
+    out: Path, target: Any, recipes: Mapping[str, LlamaRecipe], data: Corpus
+) -> dict[str, PairMetrics]:
+    """Measure the draft models that there are, and give every model of `recipes` its tokenizer and its card."""
+    trained = [name for name in recipes if (out / name / WEIGHTS_FILE).exists()]
+    figures = _measure_drafts(out, target, [name for name in trained if name != "target"], data)
+    for name in trained:
         tokens.save_tokenizer(tokens.load_tokenizer(out), out / name)
         log = (out / name / "log.jsonl").read_text()
-        (out / name / "README.md").write_text(render_card(name, recipe, figures, summary, log))
+        (out / name / CARD_FILE).write_text(render_card(name, recipes[name], figures, data.summary, log))
+    return figures
 
 
-def _measure_drafts(out: Path, target: Any, data: Corpus) -> dict[str, PairMetrics]:
-    figures = {name: measure_pair(target, _load(out / name), data.held_out) for name in PARTS[1:]}
+def _measure_drafts(out: Path, target: Any, drafts: Iterable[str], data: Corpus) -> dict[str, PairMetrics]:
+    figures = {name: measure_pair(target, _load(out / name), data.held_out) for name in drafts}
     if len(data.held_out_packages) > MIN_HELD_OUT_TOKENS:
         figures[HELD_OUT_PACKAGES_KEY] = measure_pair(target, _load(out / "draft"), data.held_out_packages)
     (out / "figures.json").write_text(json.dumps({k: asdict(v) for k, v in figures.items()}, indent=1) + "\n")
     return figures
 
 
-def install(out: Path, package: Path) -> None:
-    """Copy the finished models with their cards and logs from `out` to the zoo folder `package`."""
-    for name in ("target", "draft", "ngram", *list_head_folders(), SEQ2SEQ, SEQ2SEQ_DRAFT):
+def install(out: Path, package: Path) -> tuple[list[str], list[str]]:
+    """Copy the finished models with their cards and logs from `out` to the zoo folder `package`.
+
+    Returns:
+        Names of the models that were copied, and of those that `out` does not have; the latter stay as they are.
+    """
+    names = ["target", "draft", "ngram", *list_head_folders(), SEQ2SEQ, SEQ2SEQ_DRAFT]
+    finished = [name for name in names if (out / name / CARD_FILE).exists()]
+    for name in finished:
         shutil.rmtree(package / name, ignore_errors=True)
         shutil.copytree(out / name, package / name, ignore=shutil.ignore_patterns("*checkpoint-*", "training.json"))
+    return finished, [name for name in names if name not in finished]
 
 
 def _build_part(out: Path, name: str, build: Callable[[Path], object]) -> None:
-    if not (out / name / "model.safetensors").exists():
+    if not (out / name / WEIGHTS_FILE).exists():
         build(out / name)
 
 

@@ -15,8 +15,8 @@ BATCH_TEXTS = 64  # documents generated in one batch
 PROMPT_TOKENS = (32, 160)  # shortest and longest prompt from the corpus, in tokens; the upper bound is exclusive
 MAX_NEW_TOKENS = 160  # tokens generated per document
 GREEDY_SHARE = 0.5  # share of greedy documents; the others are sampled at temperature 1
-NUM_DOCUMENTS = 3200  # generated documents
-CORPUS_TOKENS = 1_400_000  # tokens of corpus files
+NUM_DOCUMENTS = 10_000  # generated documents
+CORPUS_TOKENS = 1_000_000  # tokens of corpus files
 MAX_FILE_TOKENS = 4000  # longest part of a file that is used
 MIN_FILE_TOKENS = 300  # files with at most this many tokens are left out
 

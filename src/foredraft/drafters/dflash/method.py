@@ -1,5 +1,6 @@
 """Declaration of the method `dflash`."""
 
+from foredraft import zoo
 from foredraft.checkpoints.export import make_vllm_command
 from foredraft.checkpoints.formats import CheckpointFormat, ExportFormat, LayoutOrder, StoredLayout
 from foredraft.checkpoints.schema import Checkpoint
@@ -11,7 +12,7 @@ from foredraft.drafters.dflash.network import load_network
 from foredraft.drafters.dflash.shape import DFlashShape
 from foredraft.drafters.dflash.training import TrainConfig, create_trainee
 from foredraft.drafters.dflash.variants import VARIANTS
-from foredraft.drafters.method import DrafterContext, Method, Training
+from foredraft.drafters.method import BuiltIn, DrafterContext, HeadRecipe, Method, Training
 from foredraft.errors import ForedraftError
 
 
@@ -42,5 +43,13 @@ METHOD = Method(
         exports=(ExportFormat("vllm", export.export_dflash, make_vllm_command),),
     ),
     training=Training(TrainConfig, create_trainee),
+    built_in=BuiltIn(
+        {zoo.DEFAULT_TARGET: "dflash"},
+        {
+            zoo.DEFAULT_TARGET: HeadRecipe(  # 2.4 M parameters, with DSpark's Markov head
+                800, {"loss": "kl", "taps": "2,6,9", "intermediate": "384", "markov_rank": "32"}
+            )
+        },
+    ),
     variants=VARIANTS,
 )

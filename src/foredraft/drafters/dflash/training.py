@@ -42,6 +42,7 @@ class TrainConfig:
         gamma: the loss of the j-th drafted token, from 0, has the weight exp(-j / gamma).
         taps: layer boundaries of the target to read, ascending; None = up to five, evenly spread.
         num_layers: decoder layers of the head.
+        intermediate: width of the layers' transform; None = that of the target.
         mask_token_id: token whose embedding stands for a token to draft; None = the last of the vocabulary. A token
             that never occurs in texts is best.
     """
@@ -53,6 +54,7 @@ class TrainConfig:
     gamma: float = 4.0
     taps: tuple[int, ...] | None = None
     num_layers: int = 2
+    intermediate: int | None = None
     mask_token_id: int | None = None
     predicts_from_root: bool = False
     markov_rank: int = 0
@@ -67,6 +69,7 @@ class TrainConfig:
             "block_size": shape.block_size,
             "taps": shape.hidden_layers,
             "num_layers": shape.num_layers,
+            "intermediate": shape.block.intermediate,
             "mask_token_id": shape.mask_token_id,
             "predicts_from_root": shape.has_anchor_output,
             "markov_rank": shape.markov_rank,
@@ -154,8 +157,11 @@ def _average(losses: Tensor, depth: Tensor, gamma: float, max_depth: int) -> Los
 def create_trainee(config: TrainConfig, target: HFModel, start: Checkpoint | None = None) -> DFlashTrainee:
     """Make a head to train. See `Training`."""
     _check_heads(config)
-    if config.block_size < 2 or config.anchors < 1 or config.num_layers < 1 or config.gamma <= 0:
-        raise ForedraftError("block_size must be at least 2; anchors, num_layers and gamma must be positive")
+    sizes = config.anchors, config.num_layers, config.gamma, 1 if config.intermediate is None else config.intermediate
+    if config.block_size < 2 or min(sizes) <= 0:
+        raise ForedraftError(
+            "block_size must be at least 2; anchors, num_layers, gamma and intermediate must be positive"
+        )
     if start is None:
         network = DFlashNetwork(_build_shape(config, target), target)
         _init(network)
@@ -195,7 +201,12 @@ def _build_shape(config: TrainConfig, target: HFModel) -> DFlashShape:
             f"(--set taps={','.join(map(str, _spread_layers(n)))}); got {layers}"
         )
     block = derive_block_shape(target)
-    block = replace(block, max_positions=max(MIN_POSITIONS, block.max_positions), has_qk_norm=True)
+    block = replace(
+        block,
+        intermediate=config.intermediate or block.intermediate,
+        max_positions=max(MIN_POSITIONS, block.max_positions),
+        has_qk_norm=True,
+    )
     return DFlashShape(
         block,
         target.vocab_size,
