@@ -62,6 +62,7 @@ class CurrentPlan:
         self._age += 1
         if self._is_current(key, (survival.is_tree, levels), adjustable):
             return self.plan
+        observer.settle()
         self._estimates = survival.is_tree, levels
         self._key, self._age, self._kinds = key, 0, frozenset(c.kind for c in candidates)
         fixed = [c for c in candidates if c.min_nodes]

@@ -11,6 +11,7 @@ from foredraft.draft_length.costs import CostCurve, DraftCost
 from foredraft.draft_length.credit import TimeCredit
 from foredraft.draft_length.policy import DraftCandidate, StepReport
 from foredraft.draft_length.step_costs import StepCosts
+from foredraft.draft_length.step_times import StepTimes, TimedStep
 from foredraft.draft_length.unread import UnreadCounter
 
 # Warm-up: the first steps, to measure costs
@@ -46,10 +47,9 @@ class StepObserver:
     """
 
     def __init__(self, curve: CostCurve | None, draft_cost: DraftCost | None) -> None:
-        self.costs = StepCosts(curve or CostCurve(), draft_cost or DraftCost())
+        self._times = StepTimes(StepCosts(curve or CostCurve(), draft_cost or DraftCost()))
         self.survival = SurvivalEstimator()
         self.unread = UnreadCounter()
-        self.credit = TimeCredit()
         self.step = 0
         self.warmup_step = 0
         self.is_drafting = True
@@ -58,6 +58,16 @@ class StepObserver:
         self.num_others = 0
         self._current = CurrentStep()
         self._num_unobserved = 0  # steps since the last report that was evaluated
+
+    @property
+    def costs(self) -> StepCosts:
+        """Costs of steps; without those that wait (`settle`)."""
+        return self._times.costs
+
+    @property
+    def credit(self) -> TimeCredit:
+        """Time that drafting has saved and may lose again; without the steps that wait."""
+        return self._times.credit
 
     @property
     def is_warming_up(self) -> bool:
@@ -89,6 +99,7 @@ class StepObserver:
         kind = max([candidate.kind for candidate in candidates], default=costs.kind)
         if kind == costs.kind:
             return False
+        self.settle()
         costs.select_kind(kind)
         return True
 
@@ -102,6 +113,10 @@ class StepObserver:
         """Return the seconds that the drafter takes to read the unread tokens of these requests."""
         return self.costs.estimate_catch_up(*self.unread.count(slots, self.step))
 
+    def settle(self) -> None:
+        """Add the steps that wait to costs and credit, before a decision that depends on them."""
+        self._times.settle()
+
     def record_step(self, report: StepReport) -> None:
         """Update cost, survival and time credit from a finished step."""
         outcomes = report.outcomes
@@ -110,9 +125,9 @@ class StepObserver:
             return
         longest = max([o.granted_nodes for o in outcomes], default=0)  # most nodes of one request; 0 = a plain step
         nodes = sum([o.num_drafted for o in outcomes])
-        seconds = self.costs.record(report, longest, nodes, *self.unread.count(slots, self.step))
-        if outcomes:
-            self._update_credit(report, nodes, seconds, has_drafts=longest > 0)
+        step = TimedStep(report, longest, nodes, *self.unread.count(slots, self.step), self.has_fixed)
+        is_steady = longest > 0 and self.is_drafting and not self.is_warming_up
+        self._times.record(step, can_wait=is_steady)
         survival, num_steps = self.survival, self._num_unobserved + 1
         for o in outcomes:
             if o.granted_nodes > 0:
@@ -149,25 +164,6 @@ class StepObserver:
         self.steps_since_plain = 0
         self.credit.record_unobserved_step()
         return True
-
-    def _update_credit(self, report: StepReport, nodes: int, seconds: float, has_drafts: bool) -> None:
-        """Add the time that a step saved to the time credit, or subtract the time that it lost.
-
-        Args:
-            report: the step.
-            nodes: draft nodes of all requests.
-            seconds: time of forward pass and drafter, clipped if it is an outlier.
-            has_drafts: whether a request was granted a draft.
-        """
-        plain_step_cost, cost_without_drafts = self.costs.predict_without_drafts(report, nodes)
-        observing = self.costs.draft_cost.predict(requests=len(report.outcomes), longest=0, nodes=0)
-        if has_drafts and not self.has_fixed:
-            # Each accepted token saves one request's share of a later plain step.
-            num_accepted = sum([len(o.accepted_nodes) for o in report.outcomes])
-            saved_later = num_accepted * plain_step_cost / len(report.outcomes)
-            self.credit.record_step(plain_step_cost, cost_without_drafts, seconds, saved_later, observing)
-        else:
-            self.credit.record_step(plain_step_cost, cost_without_drafts, observing=observing)
 
     def forget(self, slots: Sequence[int]) -> None:
         """Drop the estimates of these slots."""

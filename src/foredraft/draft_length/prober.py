@@ -58,6 +58,7 @@ class Prober:
 
     def _start(self, slots: list[int], num_pass_tokens: int) -> None:
         """Start a probe of as many of these requests as the cost permits, if the credit covers it."""
+        self._observer.settle()
         credit = self._observer.credit
         self._observer.unread.sort_by_last_draft(slots, self._observer.step)
         max_cost = PROBE_COST_FACTOR * self._estimate_cost(slots[:1], num_pass_tokens)
