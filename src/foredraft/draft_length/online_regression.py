@@ -85,15 +85,16 @@ class OnlineRegression:
     def _fit(self) -> None:
         """Solve the normal equations; drop features with a negative coefficient and solve again."""
         total = (1.0 - (1.0 - 1.0 / FORGETTING_STEPS) ** self._num_observations) * FORGETTING_STEPS
-        norms = np.sqrt(self._gram.diagonal())  # a feature that was always 0 keeps its prior
-        active = np.flatnonzero(norms)
-        gram = self._gram / np.outer(norms, norms).clip(1e-30) + np.diag(self._prior_strength / total + RIDGE)
-        moment = self._moment / norms.clip(1e-15) + (self._prior_strength / total + RIDGE) * self._prior * norms
-        weights = np.where(norms > 0.0, 0.0, self._prior)
+        squares = self._gram.diagonal()  # a feature that was always 0 keeps its prior
+        strength = (self._prior_strength / total + RIDGE) * squares
+        gram, moment = self._gram + np.diag(strength), self._moment + strength * self._prior
+        active = np.flatnonzero(squares)
+        weights = np.where(squares > 0.0, 0.0, self._prior)
         while active.size:
-            solution = np.linalg.solve(gram[active][:, active], moment[active])
+            is_whole = active.size == moment.size
+            solution = np.linalg.solve(gram if is_whole else gram[active][:, active], moment[active])
             if solution.min() >= 0.0:
-                weights[active] = solution / norms[active]
+                weights[active] = solution
                 break
             active = active[solution > 0.0]
         self.weights = weights.tolist()
