@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from foredraft import LLM, RequestOptions, Sampling, zoo
 from foredraft.cli.backend import CliBackend
 from foredraft.cli.generate_options import GenerateOptions
-from foredraft.cli.shell import SEVERAL, UsageError, repeat_option
+from foredraft.cli.shell import UsageError, repeat_options
 from tests.support.cli_fakes import FakeBackend
 from tests.support.lora_folders import write_adapter
 
@@ -97,7 +97,7 @@ def test_mistakes_are_one_line(run, args, words):
     ],
 )
 def test_one_option_may_have_several_adapters(args: list[str], expected: str) -> None:
-    assert repeat_option(args, SEVERAL) == expected.split()
+    assert repeat_options(args, {"--lora-modules"}) == expected.split()
 
 
 def test_chat_takes_several_adapters_after_one_option(run) -> None:

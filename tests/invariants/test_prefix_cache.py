@@ -4,11 +4,13 @@ Guards against draft KV that is not right where a text goes on (acceptance colla
 never drafts again after a hit, and pages that hold another text. In float64, so that no rounding decides.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
 from foredraft import LLM, Completion, ForedraftError, Sampling
+from foredraft.draft_length.policy import DraftCandidate, FixedLengthPolicy
 from foredraft.llm import MemoryLimits
 from foredraft.request_options import RequestOptions
 from tests.support import tiny_models
@@ -105,6 +107,43 @@ def test_pages_without_draft_memory_are_found_and_drafted_for_all_the_same(name:
     assert ids(after) == ids(plain)
     assert figures(after) == figures(plain)
     assert sum(s.stats.num_drafted for s in after) > 0
+
+
+class RestPolicy(FixedLengthPolicy):
+    """Every request drafts, or none while the test lets drafting rest."""
+
+    rests = True
+
+    @property
+    def is_resting(self) -> bool:
+        return self.rests
+
+    def allocate(
+        self, candidates: Sequence[DraftCandidate], num_pass_tokens: int, attended_tokens: int = 0
+    ) -> list[int]:
+        return [0 if self.rests else candidate.max_nodes for candidate in candidates]
+
+
+@pytest.mark.parametrize("name", ON_PAGES)
+def test_drafting_that_rests_shortens_no_hit_and_goes_on_without_a_fault(name: str) -> None:
+    """One text is written at rest, one found at rest while drafting goes on, and one found by a drafter at work."""
+    llm, apart, sampling = make_llm(name, LIMITS), make_llm(name, APART), SAMPLINGS["greedy"]
+    llm.engine.length_policy = policy = RestPolicy()
+    expected = apart.generate([BASE], sampling)
+    assert ids(llm.generate([BASE], sampling)) == ids(expected)
+    hits = llm.engine.scheduler.prefix_hits
+    [found] = llm.prepare(BASE, sampling)
+    llm.engine.add(found)
+    llm.engine.step()
+    assert llm.engine.scheduler.prefix_hits == hits + 16
+    policy.rests = False
+    while llm.engine.has_work:
+        llm.engine.step()
+    again = llm.generate([BASE], sampling)
+    assert list(found.request.output) == again[0].token_ids == expected[0].token_ids
+    assert figures(again) == figures(expected) or name.split(",")[0] in METHODS_EARLY_AFTER_HITS
+    assert again[0].stats.num_drafted > 0
+    assert llm.engine.drafter.num_failures == 0
 
 
 @pytest.mark.parametrize("name", METHODS_EARLY_AFTER_HITS)

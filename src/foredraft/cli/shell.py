@@ -9,7 +9,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any, TextIO
 
 import typer
@@ -25,7 +25,6 @@ DONE, FAILED, MISUSED, UNFIT, INTERRUPTED = 0, 1, 2, 3, 130
 ClickUsageError: Any = typer.BadParameter.__bases__[0]
 _ClickNoSuchOption: Any = next(kind for kind in ClickUsageError.__subclasses__() if kind.__name__ == "NoSuchOption")
 
-SEVERAL = "--lora-modules"  # option that may have several values
 _PAIR = re.compile(r"[^\s=-][^\s=]*=\S+")
 
 
@@ -85,18 +84,23 @@ class Command(TyperCommand):
             if is_short_word(name) and name not in option_names and previous not in options_with_value:
                 raise _ClickNoSuchOption(name, ctx=ctx)
             previous = arg
-        takes_text = any(parameter.name == "prompt" for parameter in self.params)  # which may look like NAME=FOLDER
-        if SEVERAL in option_names and not takes_text:
-            args = repeat_option(args, SEVERAL)
+        if not any(parameter.name == "prompt" for parameter in self.params):  # a text may look like KEY=VALUE
+            of_pairs = [p for p in self.params if getattr(p, "multiple", False) and "=" in (p.metavar or "")]
+            args = repeat_options(args, {name for parameter in of_pairs for name in parameter.opts})
         return super().parse_args(ctx, args)
 
 
-def repeat_option(args: Sequence[str], option: str) -> list[str]:
-    """Write an option before each of several values KEY=VALUE that follow it, as vLLM's command line takes them."""
+def repeat_options(args: Sequence[str], options: Set[str]) -> list[str]:
+    """Write an option before each of several values KEY=VALUE that follow it, as vLLM's command line takes adapters.
+
+    Args:
+        args: arguments of a command.
+        options: names of the options that have such values.
+    """
     found: list[str] = []
     for arg in args:
-        if found[-2:-1] == [option] and "=" in found[-1] and _PAIR.fullmatch(arg):
-            found.append(option)
+        if found[-2:-1] and found[-2] in options and "=" in found[-1] and _PAIR.fullmatch(arg):
+            found.append(found[-2])
         found.append(arg)
     return found
 

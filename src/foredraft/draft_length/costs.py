@@ -72,7 +72,7 @@ class CostCurve:
         return self._buckets[-1] - pass_tokens
 
     def interpolate(self, pass_tokens: float) -> float:
-        """Return the seconds of the measured curve; without points the tokens of the bucket, or 0 without buckets."""
+        """Return the seconds of the measured curve; without points the tokens, or those of the bucket."""
         sizes, seconds = self._sizes, self._seconds
         pass_tokens = self.pad(pass_tokens)
         if not sizes:
