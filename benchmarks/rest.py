@@ -1,9 +1,10 @@
 """Cost of a drafter at rest: steps in which no request drafts, against plain decoding.
 
     python benchmarks/rest.py [--methods eagle3,eagle,hydra,medusa,draft_model,ngram] [--requests 1] [--steps 2000]
-                              [--threads 1] [--profile METHOD]
+                              [--threads 1] [--auto] [--profile METHOD]
 
-The built-in target generates greedily with `num_speculative_tokens=0`. All engines take turns, one step each, so that
+The built-in target generates greedily with `num_speculative_tokens=0`; with `--auto`, it samples at temperature 1 and
+the controller chooses the lengths, which soon rests if no draft pays. All engines take turns, one step each, so that
 they see the same state of the machine. The table has, per method, the median time of a step; of the target's pass; of
 what `observe` takes, with the preparation of its input; and the median over the steps of the time of a step over that
 of plain decoding in the same turn, less 1. Times are processor time of the thread, in microseconds.
@@ -30,7 +31,8 @@ TOP_FUNCTIONS = 25  # lines of a profile
 class RestingEngine:
     """Engine whose requests never draft, with the times of its steps and their parts in seconds."""
 
-    def __init__(self, method: str, num_requests: int) -> None:
+    def __init__(self, method: str, num_requests: int, is_auto: bool = False) -> None:
+        self.is_auto = is_auto
         self.llm = LLM(drafter=None if method == PLAIN else method)
         self.num_requests, self.num_started = num_requests, 0
         self.seconds: dict[str, list[float]] = {"step": [], "target": [], "observe": []}
@@ -52,8 +54,8 @@ class RestingEngine:
         engine = self.llm.engine
         while len(engine.transcripts) < self.num_requests:
             prompt = [5 + (self.num_started + i) % 1000 for i in range(PROMPT_TOKENS)]
-            sampling = Sampling(temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
-            options = RequestOptions(num_speculative_tokens=0)
+            sampling = Sampling(temperature=float(self.is_auto), max_tokens=OUTPUT_TOKENS, ignore_eos=True)
+            options = RequestOptions() if self.is_auto else RequestOptions(num_speculative_tokens=0)
             (transcript,) = self.llm._requests.prepare(prompt, sampling, options, self.num_started)
             engine.add(transcript)
             self.num_started += 1
@@ -75,17 +77,18 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=1)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--auto", action="store_true")
     parser.add_argument("--profile", metavar="METHOD")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     if args.profile:
-        engine = RestingEngine(args.profile, args.requests)
+        engine = RestingEngine(args.profile, args.requests, args.auto)
         with cProfile.Profile() as profiler:
             for _ in range(args.steps):
                 engine.step()
         pstats.Stats(profiler).sort_stats("tottime").print_stats(TOP_FUNCTIONS)
         return
-    engines = {method: RestingEngine(method, args.requests) for method in [PLAIN, *args.methods.split(",")]}
+    engines = {method: RestingEngine(method, args.requests, args.auto) for method in [PLAIN, *args.methods.split(",")]}
     for number in range(WARM_UP_STEPS + args.steps):
         for engine in engines.values():
             engine.step()

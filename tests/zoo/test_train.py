@@ -19,6 +19,7 @@ from foredraft.zoo_training.batches import WindowBatches
 from foredraft.zoo_training.heads import HeadsPlan, find_head_folder, list_head_folders, list_recipes
 from foredraft.zoo_training.measure import PairMetrics, measure_pair
 from foredraft.zoo_training.recipe import TARGET_RECIPE, LlamaRecipe, TrainStage
+from foredraft.zoo_training.repetition import RepetitionRecipe
 from foredraft.zoo_training.seq2seq import SEQ2SEQ_DRAFT_RECIPE, SEQ2SEQ_RECIPE
 from foredraft.zoo_training.seq2seq_build import Seq2SeqPairRecipe
 from foredraft.zoo_training.train import PretrainingRun, make_distillation_loss, make_schedule, stack_layers, train
@@ -27,8 +28,12 @@ from foredraft.zoo_training.train import build_model as untrained
 TINY = LlamaRecipe(
     hidden=32, intermediate=48, heads=2, kv_heads=1, batch_tokens=64, micro_tokens=32, warmup=1,
     stages=(TrainStage(1, 16, 3), TrainStage(2, 16, 2)), decay=0.6, long_context=32,
+    cycles=((TrainStage(2, 16, 1), TrainStage(2, 32, 1)),),
 )  # fmt: skip
-TINY_DRAFT = replace(TINY, hidden=16, stages=(TrainStage(1, 16, 3),))
+TINY_DRAFT = replace(TINY, hidden=16, stages=(TrainStage(1, 16, 3),), cycles=())
+TINY_REPETITION = RepetitionRecipe(
+    steps=2, texts=2, new_tokens=8, prompt_tokens=(2, 5), steps_per_round=1, windows=2, context=16
+)
 TINY_PAIR = Seq2SeqPairRecipe(
     replace(
         SEQ2SEQ_RECIPE,
@@ -98,15 +103,15 @@ def test_everything_is_built_and_measured_and_loads_in_transformers(python_tree,
 
     def run(**more):
         return build.build_all(
-            out, target=TINY, draft=TINY_DRAFT, root=python_tree, heads=heads, pair=TINY_PAIR,
-            report=lambda part, step, of, loss: steps.append(part), **more,
+            out, target=TINY, draft=TINY_DRAFT, repetition=TINY_REPETITION, root=python_tree, heads=heads,
+            pair=TINY_PAIR, report=lambda part, step, of, loss: steps.append(part), **more,
         )  # fmt: skip
 
     figures = run()
     assert 0 < figures.alpha < 1
     folders = {name: find_head_folder(name) for name in recipes}
     pair_folders = {find_head_folder(name, zoo.SEQ2SEQ_TARGET) for name in list_recipes(zoo.SEQ2SEQ_TARGET)}
-    assert set(steps) == {*build.PARTS, *folders.values(), "seq2seq", "seq2seq_draft", *pair_folders}
+    assert set(steps) == {build.PRETRAINED, *build.PARTS, *folders.values(), "seq2seq", "seq2seq_draft", *pair_folders}
     assert {*folders.values(), *pair_folders} == set(list_head_folders())
     for method, name in folders.items():
         llm = LLM(str(out / "target"), {"method": method, "model": str(out / name)})
@@ -123,6 +128,7 @@ def test_everything_is_built_and_measured_and_loads_in_transformers(python_tree,
         tokenizer = AutoTokenizer.from_pretrained(out / part)
         assert tokenizer.decode(tokenizer("def f(x):\n\treturn é").input_ids) == "def f(x):\n\treturn é"
         assert "heapq" in (out / part / "README.md").read_text()
+    assert "2 steps of unlikelihood training" in (out / "target" / "README.md").read_text()
     assert json.loads((out / "figures.json").read_text())["draft"]["alpha"] == figures.alpha
     steps.clear()
     run(with_undistilled=True)
@@ -173,11 +179,14 @@ def test_a_compiled_run_has_the_losses_of_one_that_is_not(tmp_path, monkeypatch)
 
 
 def test_an_interrupted_run_resumes_to_the_same_weights(tmp_path):
-    """A resumed run that repeats or skips a batch gives other weights. Cut at either depth, at a seam, in the decay."""
+    """A resumed run that repeats or skips a batch gives other weights.
+
+    It is cut at either depth, at a seam, in the decay, at its end, and in the further cycle.
+    """
     ids = np.random.default_rng(0).integers(0, 4096, 4000).astype(np.uint16)
     whole = train(PretrainingRun(TINY, ids, tmp_path / "whole")).state_dict()
     cut = PretrainingRun(replace(TINY, checkpoint_seconds=0.0), ids, tmp_path / "cut")
-    for at in (2, 3, 4, 5, 6):
+    for at in (2, 3, 4, 5, 6, 8, 9):
         with pytest.raises(KeyboardInterrupt):
             train(replace(cut, progress=interrupt_at(at)))
     resumed = train(cut).state_dict()
@@ -201,7 +210,7 @@ def test_a_checkpoint_without_its_optimizer_goes_on_at_its_step_and_warms_up_aga
     def record_steps(step, steps_total, loss):
         steps.append(step)
         state = run.checkpoints.read_state(run.checkpoints.find_latest())
-        assert state["depth_start_step"] == 2
+        assert state["warmup_from"] == 2
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -229,6 +238,11 @@ def test_the_rate_warms_up_at_every_depth_and_ends_at_zero():
     assert falling[0] == 1
     assert falling[-1] == 0
     assert falling == sorted(falling, reverse=True)
+    cyclic = replace(recipe, cycles=((TrainStage(1, 16, 30), TrainStage(1, 32, 10)),))
+    again = [make_schedule(cyclic, 150, 150, cycle=1).compute_scale(step) for step in range(150, 191)]
+    assert again[0] == 0.1
+    assert max(again) == again[8]
+    assert again[-1] == 0
 
 
 def test_a_decay_that_begins_early_is_shorter_and_as_deep():
@@ -244,6 +258,7 @@ def test_another_number_of_tokens_keeps_the_proportions():
     recipe = replace(TARGET_RECIPE, stages=(TrainStage(6, 256, 3000), TrainStage(12, 256, 1000)))
     longer = recipe.scale(3 * recipe.total_tokens, None, "cpu")
     assert [stage.steps for stage in longer.stages] == [9000, 3000]
+    assert [stage.steps for stage in longer.cycles[0]] == [5400, 1800]
     on_gpu = recipe.scale(16 * recipe.total_tokens, None, "cuda")
     assert [stage.steps for stage in on_gpu.stages] == [6000, 2000]
     assert on_gpu.batch_tokens == on_gpu.micro_tokens == 8 * recipe.batch_tokens

@@ -25,6 +25,7 @@ def render_card(
     own = figures.get(name, figures["draft"])
     loss = own.target_loss if name == "target" else own.draft_loss
     distilled = "KL(p || q) to the target's distribution" if name == "draft" else "next-token cross-entropy"
+    again = ", in a further cycle a decay alone" if recipe.cycles else ""
     lines = [
         f"# Foredraft built-in {name}",
         "",
@@ -39,9 +40,9 @@ def render_card(
         f"- Held out, with their tests: {', '.join(sorted(corpus.HELD_OUT_MODULES))}; and the packages "
         f"{', '.join(str(facts['name']) for facts in summary.held_packages) or 'none'}.",
         f"- Recipe: {distilled}; {_describe_schedule(log)}; {recipe.batch_tokens} tokens a step; Muon for "
-        "matrices, AdamW for the "
-        f"rest, learning rate {recipe.learning_rate}, constant, then a linear decay to zero; seed {recipe.seed}. "
-        "`foredraft zoo train` repeats it.",
+        f"matrices, AdamW for the rest, learning rate {recipe.learning_rate}, constant, then a linear decay to zero"
+        f"{again}; seed {recipe.seed}. `foredraft zoo train` repeats it.",
+        *_describe_repetition(log),
         f"- Held-out loss: {loss:.3f} nats per token, {loss / summary.bytes_per_token:.3f} per byte "
         f"({own.num_tokens:,} "
         "tokens).",
@@ -75,16 +76,29 @@ def _render_acceptance(figures: dict[str, PairMetrics]) -> list[str]:
 
 
 def _describe_schedule(log: str) -> str:
-    """Return the stages of training that the log shows: steps by depth, and the steps of the decay."""
-    rows = [json.loads(line) for line in log.splitlines()]
-    constant_rows = [row for row in rows if "decay_from" not in row]
-    ends = {row["layers"]: row["step"] for row in constant_rows}
+    """Return the stages of training that the log shows: steps by depth, of the decay, and of the further cycles."""
+    rows = [json.loads(line) for line in log.splitlines() if "layers" in line]
+    ends = {row["layers"]: row["step"] for row in rows if "decay_from" not in row}
     parts, before = [], 0
     for layers, end in ends.items():
         parts.append(f"{end - before} steps with {layers} layers")
         before = end
-    parts.append(f"{rows[-1]['step'] - before} steps of decay")
+    for cycle, end in {row.get("cycle", 0): row["step"] for row in rows if "decay_from" in row}.items():
+        parts.append(f"{end - before} steps of a further cycle" if cycle else f"{end - before} steps of decay")
+        before = end
     return ", ".join(parts)
+
+
+def _describe_repetition(log: str) -> list[str]:
+    """Return the line about training against repetition, if the log has any."""
+    rows = [json.loads(line) for line in log.splitlines() if "repetition_step" in line]
+    if not rows:
+        return []
+    return [
+        f"- Against repetition: {rows[-1]['repetition_step']} steps of unlikelihood training on its greedy texts "
+        "(`foredraft.zoo_training.repetition`). The share of distinct 4-grams in greedy continuations of the corpus "
+        f"went from {rows[0]['distinct']:.2f} to {rows[-1]['distinct']:.2f}."
+    ]
 
 
 def _render_packages(summary: CorpusSummary) -> list[str]:

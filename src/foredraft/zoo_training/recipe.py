@@ -20,7 +20,8 @@ class LlamaRecipe:
     """Shape and training schedule of a Llama model.
 
     The learning rate warms up, stays constant during `stages`, and then decays to zero in further steps. The decay may
-    begin at any step, so that a run that is ended early still gives a good model.
+    begin at any step, so that a run that is ended early still gives a good model. In every further cycle, the rate
+    warms up again and decays to zero over the stages of the cycle.
     """
 
     hidden: int
@@ -35,6 +36,7 @@ class LlamaRecipe:
     decay: float = 0.25  # steps of the decay over the steps before it
     long_share: float = 0.2  # share of the decay's steps, the last ones, that have long windows
     long_context: int = 1024  # tokens per long window
+    cycles: tuple[tuple[TrainStage, ...], ...] = ()  # further cycles, which start from the weights of the last decay
     seed: int = 0
     checkpoint_seconds: float = 600.0  # time between checkpoints
 
@@ -45,8 +47,18 @@ class LlamaRecipe:
 
     @property
     def total_tokens(self) -> int:
-        """Training tokens, the decay included."""
-        return self.batch_tokens * (self.steps + sum(stage.steps for stage in self.make_decay_stages(self.steps)))
+        """Training tokens, the decay and the further cycles included."""
+        return self.batch_tokens * (
+            self.steps + self.count_decay_steps(0, self.steps) + sum(stage.steps for stage in sum(self.cycles, ()))
+        )
+
+    def find_decay_stages(self, cycle: int, start: int) -> tuple[TrainStage, ...]:
+        """Return the stages of the decay of a cycle that begins at step `start`; cycle 0 follows the constant rate."""
+        return self.cycles[cycle - 1] if cycle else self.make_decay_stages(start)
+
+    def count_decay_steps(self, cycle: int, start: int) -> int:
+        """Return the steps of the decay of a cycle that begins at step `start`."""
+        return sum(stage.steps for stage in self.find_decay_stages(cycle, start))
 
     def make_decay_stages(self, num_steps: int) -> tuple[TrainStage, TrainStage]:
         """Return the two stages of a decay that begins after `num_steps` steps: short windows, then long ones."""
@@ -65,17 +77,21 @@ class LlamaRecipe:
         """
         batch = batch_tokens or (CUDA_BATCH_TOKENS if device.startswith("cuda") else self.batch_tokens)
         factor = (tokens or self.total_tokens) / self.total_tokens * self.batch_tokens / batch
-        stages = tuple(replace(stage, steps=max(1, round(factor * stage.steps))) for stage in self.stages)
+        stages, *cycles = (
+            tuple(replace(stage, steps=max(1, round(factor * stage.steps))) for stage in part)
+            for part in (self.stages, *self.cycles)
+        )
         micro = batch if device.startswith("cuda") else min(self.micro_tokens, batch)
-        return replace(self, stages=stages, batch_tokens=batch, micro_tokens=micro)
+        return replace(self, stages=stages, cycles=tuple(cycles), batch_tokens=batch, micro_tokens=micro)
 
 
 CUDA_BATCH_TOKENS = 65536  # default tokens per step on CUDA
 
-# 61 M tokens. Training starts with half of the layers, which halves the cost of a step; then they are repeated once.
+# 81 M tokens. Training starts with half of the layers, which halves the cost of a step; then they are repeated once.
 TARGET_RECIPE = LlamaRecipe(
     hidden=384, intermediate=1024, heads=6, kv_heads=2,
     stages=(TrainStage(6, 256, 4600), TrainStage(12, 256, 1400)),
+    cycles=((TrainStage(12, 512, 1800), TrainStage(12, 1024, 600)),),
 )  # fmt: skip
 # 100 M tokens
 DRAFT_RECIPE = LlamaRecipe(

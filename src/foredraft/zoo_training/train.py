@@ -1,8 +1,8 @@
 """Training of the built-in pair: next-token loss for the target, distillation from the target for the draft model.
 
 Weights and gradients are bf16, the optimizer's copies fp32. Muon updates matrices, AdamW the other parameters. The
-learning rate is constant until the last stage ends, then decays. The decay has a checkpoint of its own; it starts from
-the last checkpoint at the constant rate and does not change it.
+learning rate is constant until the last stage ends, then decays. The decay has checkpoints of its own; it starts from
+the last checkpoint at the constant rate and does not change it. Further cycles of the recipe follow the decay.
 """
 
 import json
@@ -30,6 +30,7 @@ LossFunction = Callable[[Tensor, Tensor, Tensor], Tensor]  # (ids [B, L], logits
 StepLoss = Callable[[Tensor, Tensor], Tensor]  # (ids [B, L], next ids [B*L])
 ProgressCallback = Callable[[int, int, float], None]  # (step, steps, smoothed loss)
 PartProgressCallback = Callable[[str, int, int, float], None]  # (model name, step, steps, smoothed loss)
+LOG_FILE = "log.jsonl"
 LOG_EVERY = 20  # steps between lines of the log
 EVAL_EVERY = 200  # steps between measurements of the held-out loss
 DECAY_PREFIX = "decay-checkpoint-"
@@ -129,8 +130,9 @@ class PretrainingState:
     model: LlamaForCausalLM
     optimizer: MasterWeightOptimizer
     step: int = 0
-    depth_start_step: int = 0  # step at which training with the current number of layers began
-    decay_from: int | None = None  # step at which the decay began; None = at the constant rate
+    warmup_from: int = 0  # step of the last warm-up: the start, a change of the number of layers, or a further cycle
+    decay_from: int | None = None  # step at which the decay of the cycle began; None = at the constant rate
+    cycle: int = 0  # 0 = constant rate and its decay
     smoothed_loss: float = math.nan  # moving average of the training loss
 
     @property
@@ -145,7 +147,8 @@ def train(run: PretrainingRun, finish: bool = False) -> LlamaForCausalLM:
 
     Args:
         run: inputs, folder and callbacks.
-        finish: begin the decay at the checkpoint, whatever its number of steps. Default False.
+        finish: begin the decay at the checkpoint, whatever its number of steps, and begin no further cycle. Default
+            False.
 
     Raises:
         KeyboardInterrupt: a signal stopped the run; a checkpoint was saved.
@@ -157,7 +160,7 @@ def train(run: PretrainingRun, finish: bool = False) -> LlamaForCausalLM:
         state = _load(run, run.decay_checkpoints)
         if state is None:
             state = _train_at_constant_rate(run, finish)
-        _decay(run, state)
+        _decay(run, state, state.cycle if finish else len(run.recipe.cycles))
     state.model.config.dtype = "bfloat16"
     state.model.save_pretrained(run.folder)
     run.decay_checkpoints.delete()
@@ -181,16 +184,32 @@ def _train_at_constant_rate(run: PretrainingRun, finish: bool) -> PretrainingSta
     return state
 
 
-def _decay(run: PretrainingRun, state: PretrainingState) -> None:
+def _decay(run: PretrainingRun, state: PretrainingState, last_cycle: int) -> None:
+    """Run the decay after the constant rate, and the further cycles up to `last_cycle`."""
     if state.decay_from is None:
         _deepen(run, state, run.recipe.stages[-1].layers)
         state.decay_from = state.step
         _save(run, state, run.decay_checkpoints)
-    end = state.decay_from
-    for stage in run.recipe.make_decay_stages(state.decay_from):
+    _advance_decay(run, state, state.decay_from)
+    while state.cycle < last_cycle:
+        _start_cycle(run, state)
+        _advance_decay(run, state, state.step)
+
+
+def _advance_decay(run: PretrainingRun, state: PretrainingState, end: int) -> None:
+    """Run the stages of a decay that began at step `end`."""
+    for stage in run.recipe.find_decay_stages(state.cycle, end):
         end += stage.steps
         if state.step < end:
             _advance(run, state, stage.context, end, run.decay_checkpoints)
+
+
+def _start_cycle(run: PretrainingRun, state: PretrainingState) -> None:
+    """Begin the next cycle, with a new optimizer."""
+    state.cycle += 1
+    state.warmup_from = state.decay_from = state.step
+    state.optimizer = make_optimizer(run.recipe, state.model)
+    _save(run, state, run.decay_checkpoints)
 
 
 def _deepen(run: PretrainingRun, state: PretrainingState, layers: int) -> None:
@@ -198,15 +217,17 @@ def _deepen(run: PretrainingRun, state: PretrainingState, layers: int) -> None:
     if state.num_layers < layers:
         state.model = stack_layers(run.recipe, state.model, layers).to(run.device)
         state.optimizer = make_optimizer(run.recipe, state.model)
-        state.depth_start_step = state.step
+        state.warmup_from = state.step
 
 
-def make_schedule(recipe: LlamaRecipe, depth_start_step: int, decay_from: int | None) -> LearningRateSchedule:
-    """Return the schedule: warm-up after each change of depth, constant, linear decay to zero."""
+def make_schedule(
+    recipe: LlamaRecipe, warmup_from: int, decay_from: int | None, cycle: int = 0
+) -> LearningRateSchedule:
+    """Return the schedule: warm-up after each change of depth, constant, linear decay to zero; cycles of the same."""
     if decay_from is None:
-        return LearningRateSchedule(recipe.steps, recipe.warmup, "constant", depth_start_step)
-    end = decay_from + sum(stage.steps for stage in recipe.make_decay_stages(decay_from))
-    return LearningRateSchedule(end, recipe.warmup, "linear", depth_start_step, decay_from)
+        return LearningRateSchedule(recipe.steps, recipe.warmup, "constant", warmup_from)
+    end = decay_from + recipe.count_decay_steps(cycle, decay_from)
+    return LearningRateSchedule(end, recipe.warmup, "linear", warmup_from, decay_from)
 
 
 def _advance(
@@ -215,7 +236,7 @@ def _advance(
     """Train with windows of `context` tokens up to step `end`."""
     recipe = run.recipe
     rows = recipe.batch_tokens // context
-    batches = WindowBatches(run.ids, context, rows, recipe.seed, run.device)
+    batches = WindowBatches(run.ids, context, rows, recipe.seed + state.cycle, run.device)
     saved = began = time.monotonic()
     first = state.step
     compute_loss = _make_step_loss(run, state.model)
@@ -236,8 +257,10 @@ def _advance(
 
 
 def _count_total_steps(recipe: LlamaRecipe, state: PretrainingState) -> int:
-    before = recipe.steps if state.decay_from is None else state.decay_from
-    return before + sum(stage.steps for stage in recipe.make_decay_stages(before))
+    """Return the steps up to the end of the last cycle."""
+    start = recipe.steps if state.decay_from is None else state.decay_from
+    later = (stage for stages in recipe.cycles[state.cycle :] for stage in stages)
+    return start + recipe.count_decay_steps(state.cycle, start) + sum(stage.steps for stage in later)
 
 
 def _make_step_loss(run: PretrainingRun, model: LlamaForCausalLM) -> StepLoss:
@@ -258,7 +281,7 @@ def _step(run: PretrainingRun, state: PretrainingState, compute_loss: StepLoss, 
         loss = loss * (len(micro_batch) / len(batch))
         loss.backward()  # type: ignore[no-untyped-call]
         total += loss.detach()
-    schedule = make_schedule(run.recipe, state.depth_start_step, state.decay_from)
+    schedule = make_schedule(run.recipe, state.warmup_from, state.decay_from, state.cycle)
     state.optimizer.step(schedule.compute_scale(state.step), MAX_GRAD_NORM)
     return float(total)
 
@@ -272,31 +295,30 @@ def _log(run: PretrainingRun, state: PretrainingState, tokens_per_second: int) -
         "tokens_per_s": tokens_per_second,
     }
     if state.decay_from is not None:
-        row["decay_from"] = state.decay_from
+        row |= {"decay_from": state.decay_from, "cycle": state.cycle}
     if run.held_out_ids is not None and state.step % EVAL_EVERY == 0:
-        row["held_loss"] = round(measure_held_out_loss(run, state.model, run.held_out_ids), 4)
-    with (run.folder / "log.jsonl").open("a") as log:
+        row["held_loss"] = round(
+            measure_held_out_loss(state.model, run.held_out_ids, run.recipe.stages[0].context, run.device), 4
+        )
+    with (run.folder / LOG_FILE).open("a") as log:
         log.write(json.dumps(row) + "\n")
 
 
 @torch.no_grad()
-def measure_held_out_loss(run: PretrainingRun, model: LlamaForCausalLM, held_out_ids: np.ndarray) -> float:
-    """Return the next-token loss in nats over evenly spaced windows of held-out token ids [T].
-
-    The windows have the length of the first stage.
-    """
-    context = run.recipe.stages[0].context
+def measure_held_out_loss(model: LlamaForCausalLM, held_out_ids: np.ndarray, context: int, device: str) -> float:
+    """Return the next-token loss in nats over evenly spaced windows of `context` tokens of held-out token ids [T]."""
     losses = []
     for start in np.linspace(0, len(held_out_ids) - context - 1, EVAL_WINDOWS).astype(int):
-        window = torch.from_numpy(held_out_ids[start : start + context + 1].astype(np.int64)).to(run.device)[None]
+        window = torch.from_numpy(held_out_ids[start : start + context + 1].astype(np.int64)).to(device)[None]
         losses.append(compute_next_token_loss(window, compute_logits(model, window[:, :-1]), window[0, 1:]))
     return float(torch.stack(losses).mean())
 
 
 def _save(run: PretrainingRun, state: PretrainingState, checkpoints: TrainingCheckpoints) -> None:
     metadata = {
-        "depth_start_step": state.depth_start_step,
+        "warmup_from": state.warmup_from,
         "decay_from": state.decay_from,
+        "cycle": state.cycle,
         "loss": state.smoothed_loss,
         "layers": state.num_layers,
         "batch_tokens": run.recipe.batch_tokens,
@@ -317,9 +339,11 @@ def _load(run: PretrainingRun, checkpoints: TrainingCheckpoints) -> PretrainingS
     model = build_model(run.recipe, saved["layers"]).to(run.device)
     checkpoints.load_weights(path, {"model": model})
     optimizer = make_optimizer(run.recipe, model)
-    depth_start_step = saved["depth_start_step"]
+    warmup_from = saved["warmup_from"]
     if checkpoints.has_optimizer(path):
         checkpoints.load_optimizer(path, optimizer)
     else:  # weights alone, as dev/training keeps them: the optimizer begins anew, and the rate warms up again
-        depth_start_step = saved["step"]
-    return PretrainingState(model, optimizer, saved["step"], depth_start_step, saved["decay_from"], saved["loss"])
+        warmup_from = saved["step"]
+    return PretrainingState(
+        model, optimizer, saved["step"], warmup_from, saved["decay_from"], saved["cycle"], saved["loss"]
+    )
