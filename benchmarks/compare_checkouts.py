@@ -2,10 +2,12 @@
 
     python benchmarks/compare_checkouts.py OLD/src NEW/src [--rounds 40] [--steps 40] [--batches 1,16] [--drafts 0,4]
         [--proposals draft_model:2,eagle:3,draft_model:2:int8 [--temperature 1]]
+        [--prompts 1x512,16x64 [--model FOLDER] [--threads 1]]
 
 Each folder runs in a process of its own. The two processes take turns, one short slice at a time, so that both see the
 same state of the machine. A slice yields the lower quartile of the processor time of its steps, or that of the
-proposals of a built-in drafter (`--proposals`), or the processor time of one generated output. The table has, per row,
+proposals of a built-in drafter (`--proposals`), or the processor time of one generated output, or the time of the first
+tokens of some prompts of equal length (`--prompts`, which may use more threads). The table has, per row,
 both times and the median and quartiles over the rounds of the ratio new / old. Its last line has the median of the
 medians of the rows with steps.
 
@@ -16,6 +18,7 @@ import argparse
 import itertools
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -121,14 +124,40 @@ def create_proposal_slices(specs: list[str], temperature: float) -> dict[str, Ca
     }
 
 
+def create_prompt_slices(shapes: list[str], model: str | None) -> dict[str, Callable[[], float]]:
+    """Return one function per shape, such as 16x64 for 16 prompts of 64 tokens, which returns seconds."""
+    from foredraft import LLM, Sampling
+
+    llm = LLM(model, None)
+    rng = random.Random(0)
+
+    def create_slice(num_prompts: int, length: int) -> Callable[[], float]:
+        def run() -> float:
+            prompts = [[rng.randrange(5, VOCAB_SIZE) for _ in range(length)] for _ in range(num_prompts)]
+            start = time.perf_counter()
+            llm.generate(prompts, Sampling(temperature=0.0, max_tokens=1))
+            return time.perf_counter() - start
+
+        return run
+
+    return {f"prompts, {shape}": create_slice(*map(int, shape.split("x"))) for shape in shapes}
+
+
+def create_slices(args: argparse.Namespace) -> dict[str, Callable[[], float]]:
+    """Return the slices that the options ask for, by row."""
+    if args.prompts:
+        return create_prompt_slices(args.prompts, args.model)
+    if args.proposals:
+        return create_proposal_slices(args.proposals, args.temperature)
+    return create_step_slices(args) | ({} if args.no_pair else create_pair_slices())
+
+
 def serve(args: argparse.Namespace) -> None:
     """Print the labels of all rows, then run a slice for every label on standard input and print its seconds."""
     import torch
 
-    torch.set_num_threads(1)
-    slices = create_proposal_slices(args.proposals, args.temperature) if args.proposals else create_step_slices(args)
-    if not args.no_pair and not args.proposals:
-        slices |= create_pair_slices()
+    torch.set_num_threads(args.threads)
+    slices = create_slices(args)
     print(json.dumps(list(slices)), flush=True)
     for line in sys.stdin:
         print(slices[line.strip()](), flush=True)
@@ -140,8 +169,8 @@ def serve(args: argparse.Namespace) -> None:
 class Checkout:
     """Process that runs the slices of one source folder."""
 
-    def __init__(self, folder: str) -> None:
-        options = {**os.environ, "PYTHONPATH": str(Path(folder).resolve()), "OMP_NUM_THREADS": "1"}
+    def __init__(self, folder: str, threads: int) -> None:
+        options = {**os.environ, "PYTHONPATH": str(Path(folder).resolve()), "OMP_NUM_THREADS": str(threads)}
         command = [sys.executable, str(FOLDER / "compare_checkouts.py"), *sys.argv[1:], "--serve"]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=options, cwd=FOLDER, text=True
@@ -193,13 +222,16 @@ def main() -> None:
     parser.add_argument("--modes", type=lambda text: text.split(","), default=["greedy", "match", "reject top-p 0.9"])
     parser.add_argument("--proposals", type=lambda text: text.split(","), help="only the proposals of these drafters")
     parser.add_argument("--temperature", type=float, default=0.0, help="of the outputs of --proposals")
+    parser.add_argument("--prompts", type=lambda text: text.split(","), help="only the first tokens of such prompts")
+    parser.add_argument("--model", help="target of --prompts. Default: the built-in one")
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--no-pair", action="store_true", help="only the rows with steps")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve:
         serve(args)
         return
-    checkouts = Checkout(args.old), Checkout(args.new)
+    checkouts = Checkout(args.old, args.threads), Checkout(args.new, args.threads)
     compare(*checkouts, args.rounds)
     for checkout in checkouts:
         checkout.close()

@@ -244,6 +244,25 @@ def test_bits_do_not_depend_on_cuts_or_other_requests(name: str, dtype: torch.dt
 
 @EACH
 @EACH_TYPE
+@torch.inference_mode()
+def test_rows_without_logits_change_no_bits(name: str, dtype: torch.dtype) -> None:
+    """They end at the last layer, unless hidden states after it are read; their keys and values are complete."""
+    lm = make_native(name, dtype)
+    layers = (0, 1), (1, lm.num_layers), (0, AFTER_FINAL_NORM)
+    whole, after = (PagedModel(lm).read({0: ids}) for ids in (IDS, [*IDS, *IDS[:4]]))
+    features = [PagedModel(lm).read({0: IDS}, hidden_layers=boundaries)[1] for boundaries in layers]
+    for rows in ([], [len(IDS) - 1], [3, 20, 31]):
+        paged = PagedModel(lm)
+        assert torch.equal(paged.read({0: IDS}, rows=rows), whole[rows])
+        assert torch.equal(paged.read({0: IDS[:4]}), after[len(IDS) :])
+        for boundaries, states in zip(layers, features, strict=True):
+            logits, found = PagedModel(lm).read({0: IDS}, rows, boundaries)
+            assert torch.equal(logits, whole[rows])
+            assert torch.equal(found, states)
+
+
+@EACH
+@EACH_TYPE
 def test_every_node_of_a_tree_has_the_bits_of_its_own_sequence(name: str, dtype: torch.dtype) -> None:
     lm = make_native(name, dtype)
     prefix, (ids, parents) = IDS[:9], random_tree(Random(name), 10)

@@ -8,6 +8,21 @@
 #include "attention_weights.h"
 #include "team.h"
 
+/* Rows of bf16 results, [num_rows, heads, head_dim], with `stride` numbers from row to row; data NULL = none. */
+typedef struct {
+    uint16_t *data;
+    long stride;
+} rounded_rows;
+
+#define NOT_ROUNDED ((rounded_rows){0})
+
+/* Writes the results of some rows and the heads of one key head as bf16 too. */
+static void round_results(const fd_attention *a, int first, int count, int kv_head, rounded_rows to) {
+    long width = (long)a->heads / a->kv_heads * a->head_dim;
+    for (long row = first; to.data && row < first + count; row++)
+        convert_to_bf16(a->out + (row * a->kv_heads + kv_head) * width, (int)width, to.data + row * to.stride + kv_head * width);
+}
+
 #if HAS_TILE_ATTENTION
 
 INLINE int can_use_blocks(const fd_attention *a) { return a->kv_kind != FD_KV_F32 && a->head_dim % 32 == 0; }
@@ -74,13 +89,15 @@ static int find_blocks(const fd_attention *a, const fd_rows *rows, int members, 
     return count;
 }
 
-static void attend_in_blocks(const fd_attention *a, const fd_rows *rows, fd_team *team, char *scratch) {
+static void attend_in_blocks(const fd_attention *a, const fd_rows *rows, fd_team *team, char *scratch,
+                             rounded_rows to) {
     int32_t *first = (int32_t *)scratch;
     int blocks = find_blocks(a, rows, atomic_load(&team->size), first);
     char *rest = scratch + (4l * rows->num_rows + 4 + 63) / 64 * 64;
     FOR_EACH_ITEM(i, blocks * a->kv_heads) {
-        int block = i / a->kv_heads;
-        attend_block(a, rows, first[block], first[block + 1] - first[block], i % a->kv_heads, rest);
+        int from = first[i / a->kv_heads], count = first[i / a->kv_heads + 1] - from;
+        attend_block(a, rows, from, count, i % a->kv_heads, rest);
+        round_results(a, from, count, i % a->kv_heads, to);
     }
 }
 
@@ -88,8 +105,9 @@ static void attend_in_blocks(const fd_attention *a, const fd_rows *rows, fd_team
 
 INLINE int can_use_blocks(const fd_attention *a) { return (void)a, 0; }
 INLINE long block_scratch(const fd_rows *rows, int group) { return (void)rows, (void)group, 0; }
-INLINE void attend_in_blocks(const fd_attention *a, const fd_rows *rows, fd_team *team, char *scratch) {
-    (void)a, (void)rows, (void)team, (void)scratch; /* never called */
+INLINE void attend_in_blocks(const fd_attention *a, const fd_rows *rows, fd_team *team, char *scratch,
+                             rounded_rows to) {
+    (void)a, (void)rows, (void)team, (void)scratch, (void)to; /* never called */
 }
 
 #endif
@@ -100,13 +118,17 @@ INLINE long attention_scratch(const fd_rows *rows, int group) {
     return ((by_rows > by_blocks ? by_rows : by_blocks) + 63) / 64 * 64 + 64;
 }
 
-/* Attention of every row; the members share the work. */
-static void attend_rows(const fd_attention *a, const fd_rows *rows, fd_team *team, char *scratch) {
+/* Attention of every row; the members share the work. The results are written to `to` as well. */
+static void attend_rows(const fd_attention *a, const fd_rows *rows, fd_team *team, char *scratch, rounded_rows to) {
     if (can_use_blocks(a)) {
-        attend_in_blocks(a, rows, team, scratch);
+        attend_in_blocks(a, rows, team, scratch, to);
         return;
     }
-    FOR_EACH_ITEM(i, rows->num_rows * a->kv_heads) attend_row(a, rows, i / a->kv_heads, i % a->kv_heads, scratch);
+    FOR_EACH_ITEM(i, rows->num_rows * a->kv_heads) {
+        int row = i / a->kv_heads, kv_head = i % a->kv_heads;
+        attend_row(a, rows, row, kv_head, scratch);
+        round_results(a, row, 1, kv_head, to);
+    }
 }
 
 #endif

@@ -19,6 +19,7 @@
 #include "team.h"
 
 #define CAP_CHUNK 4096 /* logits that a member caps at a time */
+enum { ROW_LISTS = 5 }; /* lists that describe the rows that narrow.h keeps */
 
 INLINE char *align(char *p) { return (char *)(((uintptr_t)p + 63) & ~(uintptr_t)63); }
 INLINE long max_long(long a, long b) { return a > b ? a : b; }
@@ -45,6 +46,7 @@ typedef struct {
     float *attention; /* queries, then the outputs of attention; or those of a recurrent layer */
     float *inner;     /* inner states of the MLP */
     char *experts;    /* buffers of experts */
+    int32_t *lists;   /* of the rows that narrow.h keeps, [ROW_LISTS, num_rows] */
     char *scores;     /* [members, score_bytes] */
     atomic_int num_members;
 } decoder;
@@ -59,7 +61,7 @@ INLINE float *hidden_row(const decoder *d, int row) { return d->hidden + (long)r
 
 static int64_t decoder_scratch(const decoder_shape *s, const fd_rows *rows, int threads) {
     long row = s->input_bytes + 4 * ((long)s->hidden + qkv_room(s) + attention_room(s) + s->inner);
-    return row * rows->num_rows + s->expert_bytes + threads * s->score_bytes + 7 * 64;
+    return (row + 4 * ROW_LISTS) * rows->num_rows + s->expert_bytes + threads * s->score_bytes + 8 * 64;
 }
 
 static void set_buffers(decoder *d) {
@@ -71,7 +73,8 @@ static void set_buffers(decoder *d) {
     d->attention = (float *)align((char *)(d->qkv + rows * qkv_room(s)));
     d->inner = (float *)align((char *)(d->attention + rows * attention_room(s)));
     d->experts = align((char *)(d->inner + rows * s->inner));
-    d->scores = align(d->experts + s->expert_bytes);
+    d->lists = (int32_t *)align(d->experts + s->expert_bytes);
+    d->scores = align((char *)(d->lists + ROW_LISTS * rows));
 }
 
 /* Returns the scratch memory of the calling member. */
@@ -119,6 +122,9 @@ static void project(decoder *d, fd_team *team, const fd_weight *w, epilogue e) {
     matmul(team, w, d->input, d->rows->num_rows, &e);
     fd_barrier(team);
 }
+
+/* Whether results can be written as inputs of `w` at once: a bf16 input needs no more of its row than the number itself. */
+INLINE int is_converted_singly(const fd_weight *w, const change *c) { return w->kind == FD_BF16 && w->k % 2 == 0 && !c->rows; }
 
 /* Projects x, [num_rows, width]. */
 static void project_rows(decoder *d, fd_team *team, const fd_weight *w, const float *x, long width, epilogue e) {
@@ -190,8 +196,14 @@ static void gate_attention(const decoder *d, fd_team *team) {
 /* Attention of every row over the keys of `visible`, then its gate if it has one, and the output projection. */
 static void attend_and_project(decoder *d, fd_team *team, const fd_attention *a, const fd_rows *visible, char *scores,
                                const fd_weight *out, epilogue e) {
-    attend_rows(a, visible, team, scores);
+    int is_direct = is_converted_singly(out, &e.added) && !d->shape.gate_width;
+    rounded_rows to = {.data = is_direct ? (uint16_t *)d->input : NULL, .stride = row_bytes(out) / 2};
+    attend_rows(a, visible, team, scores, to);
     fd_barrier(team);
+    if (is_direct) {
+        project(d, team, out, e);
+        return;
+    }
     if (d->shape.gate_width) gate_attention(d, team);
     project_rows(d, team, out, d->attention, attention_width(&d->shape), e);
 }
@@ -209,18 +221,21 @@ static void mlp_block(decoder *d, fd_team *team, mlp m, fd_norm pre_norm, fd_nor
     to_inner.added = m.added;
     to_inner.mode = m.is_gated ? EPILOGUE_GATE : EPILOGUE_STORE;
     to_inner.activation = m.activation;
+    int fits = m.out->k == inner && row_bytes(m.out) <= 4l * inner;
+    if (m.is_gated && fits && is_converted_singly(m.out, &e.added)) {
+        to_inner.is_rounded = 1;
+        to_inner.stride = row_bytes(m.out) / 2;
+        project(d, team, m.in, to_inner);
+        matmul(team, m.out, (const char *)d->inner, d->rows->num_rows, &e);
+        fd_barrier(team);
+        return;
+    }
     project(d, team, m.in, to_inner);
     if (!m.is_gated) {
         FOR_EACH_ITEM(r, d->rows->num_rows) activate_row(m.activation, d->inner + (long)r * inner, inner);
         fd_barrier(team);
     }
     project_rows(d, team, m.out, d->inner, inner, e);
-}
-
-static void convert_to_bf16(const float *x, int n, uint16_t *out) {
-    int i = 0;
-    for (; i + LANES <= n; i += LANES) store_bf16(out + i, load(x + i));
-    for (; i < n; i++) out[i] = float_to_bf16(x[i]);
 }
 
 /* Copies the residual stream, normed, to the features if this layer boundary is among the requested hidden layers. */

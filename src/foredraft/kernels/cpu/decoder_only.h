@@ -6,11 +6,13 @@
 
 #include "decoder.h"
 #include "experts.h"
+#include "narrow.h"
 #include "recurrent.h"
 
 typedef struct {
     const fd_model *model;
     decoder d;
+    fd_rows narrowed; /* rows of the last layer after its keys and values, if not all go on */
 } decoder_only;
 
 /* Largest row of an input of the layer's MLP, or of its router. */
@@ -158,6 +160,18 @@ static void norm_joint_heads(const decoder_only *o, fd_team *team, const fd_laye
     fd_barrier(team);
 }
 
+/* Leaves out the rows that end at the last layer. */
+static void narrow(decoder_only *o, fd_team *team, int layer) {
+    decoder *d = &o->d;
+    if (layer + 1 < o->model->layers || !can_narrow(d, o->model->layers)) return;
+    fd_barrier(team); /* every member has read d->rows */
+    FOR_EACH_ITEM(i, 1) {
+        o->narrowed = narrow_rows(d);
+        d->rows = &o->narrowed;
+    }
+    fd_barrier(team);
+}
+
 static void attention_block(decoder_only *o, fd_team *team, int layer, char *scores) {
     const fd_model *m = o->model;
     const fd_layer *l = m->layer + layer;
@@ -179,6 +193,7 @@ static void attention_block(decoder_only *o, fd_team *team, int layer, char *sco
         store_head(d, layer, row, head);
     }
     fd_barrier(team);
+    narrow(o, team, layer);
     fd_attention a = attention_over(d, d->pass->keys[layer], d->pass->values[layer], m->scale);
     a.sliding_window = l->sliding_window;
     a.softcap = m->softcap;
@@ -246,6 +261,7 @@ static void gated_mlp_block(decoder_only *o, fd_team *team, int layer) {
     const fd_model *m = o->model;
     const fd_layer *l = m->layer + layer;
     decoder *d = &o->d;
+    if (!d->rows->num_rows) return; /* no row goes on: `narrow` */
     if (l->experts) {
         experts_block(o, team, l);
         return;

@@ -24,13 +24,14 @@ INLINE const fd_low_rank *find_low_rank(const change *c, int place) {
  * ADD to row to_row[row], with the row's own scale. In all of them y includes the bias and what adapters add. */
 typedef struct {
     int mode, activation, n;
-    float *out;
+    float *out; /* GATE: bf16 if is_rounded */
     long stride;
     const float *bias;
     float scale;
     const int32_t *to_row; /* SCATTER */
     const float *row_scale;
     float alpha, limit; /* GATE with the activation CLAMPED */
+    int is_rounded;     /* GATE: the outputs are inputs of a bf16 product */
     change added;       /* not in SCATTER */
 } epilogue;
 
@@ -76,9 +77,12 @@ static void apply_epilogue(const epilogue *e, int panel, long row, float *y) {
         for (int i = 0; i < count; i++) y[i] += e->bias[first + i];
     if (e->added.rows) add_low_rank(&e->added, panel, row, y);
     if (e->mode == EPILOGUE_GATE) {
-        float *out = e->out + row * e->stride + panel * (FD_PANEL / 2);
-        for (int i = 0; i < FD_PANEL / 2; i += LANES)
-            store(out + i, apply_gate(e, load(y + i), load(y + FD_PANEL / 2 + i)));
+        long at = row * e->stride + panel * (FD_PANEL / 2);
+        for (int i = 0; i < FD_PANEL / 2; i += LANES) {
+            vf value = apply_gate(e, load(y + i), load(y + FD_PANEL / 2 + i));
+            if (e->is_rounded) store_bf16((uint16_t *)e->out + at + i, value);
+            else store(e->out + at + i, value);
+        }
         return;
     }
     float scale = e->mode == EPILOGUE_SCATTER ? e->row_scale[row] : e->scale;

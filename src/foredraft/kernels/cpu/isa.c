@@ -46,7 +46,7 @@ static void attention_body(void *arg, fd_team *team) {
     attention_job *j = arg;
     const fd_attention *a = j->attention;
     char *scratch = align(j->scratch) + atomic_fetch_add(&j->num_members, 1) * member_scratch(a, j->rows);
-    attend_rows(a, j->rows, team, scratch);
+    attend_rows(a, j->rows, team, scratch, NOT_ROUNDED);
 }
 
 static int64_t team_attention_scratch(const fd_attention *a, const fd_rows *rows, int threads) {

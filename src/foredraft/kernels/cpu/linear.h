@@ -16,9 +16,7 @@ static void convert_row(const fd_weight *w, const float *x, char *to) {
         memcpy(to, x, (size_t)w->k * 4);
     } else if (w->kind == FD_BF16) {
         uint16_t *h = (uint16_t *)to;
-        int i = 0;
-        for (; i + LANES <= w->k; i += LANES) store_bf16(h + i, load(x + i));
-        for (; i < w->k; i++) h[i] = float_to_bf16(x[i]);
+        convert_to_bf16(x, w->k, h);
         if (w->k & 1) h[w->k] = 0;
     } else {
         quant_prepare(w, x, to);

@@ -125,6 +125,12 @@ INLINE uint16_t float_to_bf16(float x) {
     return x != x ? 0x7fc0 : (uint16_t)((u + 0x7fff + ((u >> 16) & 1)) >> 16);
 }
 
+INLINE void convert_to_bf16(const float *x, int n, uint16_t *out) {
+    int i = 0;
+    for (; i + LANES <= n; i += LANES) store_bf16(out + i, load(x + i));
+    for (; i < n; i++) out[i] = float_to_bf16(x[i]);
+}
+
 /* acc + w.low * x.low + w.high * x.high, w and x pairs of bf16. */
 INLINE vf dot_bf16(vf acc, vu w, vu x) {
 #ifdef __AVX512BF16__
