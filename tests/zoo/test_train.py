@@ -258,7 +258,7 @@ def test_another_number_of_tokens_keeps_the_proportions():
     recipe = replace(TARGET_RECIPE, stages=(TrainStage(6, 256, 3000), TrainStage(12, 256, 1000)))
     longer = recipe.scale(3 * recipe.total_tokens, None, "cpu")
     assert [stage.steps for stage in longer.stages] == [9000, 3000]
-    assert [stage.steps for stage in longer.cycles[0]] == [5400, 1800]
+    assert [stage.steps for stage in longer.cycles[0]] == [3150, 1050]
     on_gpu = recipe.scale(16 * recipe.total_tokens, None, "cuda")
     assert [stage.steps for stage in on_gpu.stages] == [6000, 2000]
     assert on_gpu.batch_tokens == on_gpu.micro_tokens == 8 * recipe.batch_tokens

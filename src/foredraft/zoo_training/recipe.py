@@ -87,11 +87,11 @@ class LlamaRecipe:
 
 CUDA_BATCH_TOKENS = 65536  # default tokens per step on CUDA
 
-# 81 M tokens. Training starts with half of the layers, which halves the cost of a step; then they are repeated once.
+# 73 M tokens. Training starts with half of the layers, which halves the cost of a step; then they are repeated once.
 TARGET_RECIPE = LlamaRecipe(
     hidden=384, intermediate=1024, heads=6, kv_heads=2,
     stages=(TrainStage(6, 256, 4600), TrainStage(12, 256, 1400)),
-    cycles=((TrainStage(12, 512, 1800), TrainStage(12, 1024, 600)),),
+    cycles=((TrainStage(12, 512, 1050), TrainStage(12, 1024, 350)),),
 )  # fmt: skip
 # 100 M tokens
 DRAFT_RECIPE = LlamaRecipe(
