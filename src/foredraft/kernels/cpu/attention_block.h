@@ -13,7 +13,7 @@ enum {
     KEY_TILE = 32,                             /* keys of a tile of weights and values */
     TILE_WORDS = TILE_ROWS * TILE_BYTES / 4,
     QUERY_PADDING = 16,                        /* floats that keep queries off the same lines of the first cache */
-    MAX_SCORE_BYTES = 1 << 20,                 /* more would not stay in the second cache */
+    MAX_SCORE_BYTES = 16 << 20, /* of a member; with more queries in a block, fewer blocks read the keys again */
 };
 
 /* What a row sees, in ranks of its block. */
