@@ -171,3 +171,17 @@ def test_an_unseen_value_that_is_not_finite_changes_no_bit(
     assert len(blind) > 5
     assert torch.equal(ours[blind], clean[blind])
     assert not ours[9].isfinite().all()
+
+
+def test_blocks_are_smaller_where_their_scores_would_take_too_much_memory() -> None:
+    """A block of 32 queries over more than 131,072 keys; the scores of a member are at most 16 MB."""
+    committed, num_rows = 140_000, 20
+    count = -(-(committed + num_rows) // PAGE_SIZE)
+    keys, values = (make_normal((count + 1) * PAGE_SIZE, 1, 32, seed=i).bfloat16() for i in (1, 2))
+    query = make_normal(num_rows, 3, 32, seed=0)
+    pages = list(range(1, count + 1))
+    rows = PackedRows.pack([Span(pages, committed, [7] * num_rows, list(range(num_rows)))], [0], PAGE_SIZE)
+    together = attend(query, keys, values, rows, scale=0.3)
+    for row in (0, 7, 19):
+        alone = PackedRows.pack([Span(pages, committed + row, [7], [0])], [0], PAGE_SIZE)
+        assert torch.equal(attend(query[row : row + 1], keys, values, alone, scale=0.3)[0], together[row])
