@@ -1,17 +1,19 @@
 """Unlikelihood training: a language model learns not to repeat itself in its greedy text.
 
 Greedy text of a small model falls into loops. In every step the model sees greedy continuations of prompts from the
-corpus, generated a few steps before, and the probabilities of their repeated tokens are lowered; the next-token loss on
-the corpus keeps the rest of the distribution. A token is repeated if an n-gram that contains it occurred before in the
-same continuation.
+corpus, generated a few steps before, and the probabilities of their repeated tokens are lowered. On the corpus, its
+distribution is kept near that of the model as it was before (KL divergence). A token is repeated if an n-gram that
+contains it occurred several times before in the same continuation: code repeats itself a little, and a model that must
+not do so at all can no longer copy names.
 
 Reference:
     arXiv 1908.04319, the sequence-level loss.
 """
 
-import copy
 import json
 import shutil
+import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +24,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from foredraft.drafters.losses import kl
 from foredraft.llm import LLM
 from foredraft.sampling.params import Sampling
 from foredraft.train.checkpoint import TrainingCheckpoints
@@ -31,14 +34,14 @@ from foredraft.zoo_training.batches import WindowBatches
 from foredraft.zoo_training.train import (
     LOG_FILE,
     MAX_GRAD_NORM,
-    OPTIMIZER,
     ProgressCallback,
     compute_logits,
-    compute_next_token_loss,
     measure_held_out_loss,
 )
 
 NGRAM = 4  # tokens of the n-grams that count as repeated
+ALLOWED = 3  # times that an n-gram may occur in a continuation
+OPTIMIZER = "adamw"
 MAX_PROBABILITY = 1 - 1e-4  # bounds log(1 - p)
 MICRO_ROWS = 8  # sequences per forward and backward pass
 
@@ -47,15 +50,15 @@ MICRO_ROWS = 8  # sequences per forward and backward pass
 class RepetitionRecipe:
     """Schedule of the training. The learning rate warms up and decays linearly to zero."""
 
-    learning_rate: float = 2e-4
-    weight: float = 2.0  # of the unlikelihood loss; that of the next-token loss is 1
+    learning_rate: float = 3e-5
+    weight: float = 1.0  # of the unlikelihood loss; that of the KL divergence is 1
     steps: int = 160
     warmup: int = 10  # steps
     texts: int = 32  # continuations per step
     new_tokens: int = 128  # tokens per continuation
     prompt_tokens: tuple[int, int] = (8, 64)  # shortest and longest prompt; the upper bound is exclusive
     steps_per_round: int = 8  # steps between generations
-    windows: int = 16  # windows of the corpus per step
+    windows: int = 8  # windows of the corpus per step
     context: int = 256  # tokens per window
     seed: int = 7
     eval_every: int = 5  # rounds between measurements of the held-out loss
@@ -85,14 +88,15 @@ class RepetitionRun:
     progress: ProgressCallback = lambda step, steps, loss: None
 
 
-def mark_repeats(tokens: Sequence[int], size: int = NGRAM) -> np.ndarray:
-    """Return which tokens are in an n-gram of `size` tokens that occurred before in the sequence, [T] bool."""
-    marked, seen = np.zeros(len(tokens), dtype=bool), set()
+def mark_repeats(tokens: Sequence[int], size: int = NGRAM, allowed: int = ALLOWED) -> np.ndarray:
+    """Return which tokens are in an n-gram of `size` tokens that occurred `allowed` times before, [T] bool."""
+    marked = np.zeros(len(tokens), dtype=bool)
+    counts: Counter[tuple[int, ...]] = Counter()
     for i in range(len(tokens) - size + 1):
         ngram = tuple(tokens[i : i + size])
-        if ngram in seen:
+        if counts[ngram] >= allowed:
             marked[i : i + size] = True
-        seen.add(ngram)
+        counts[ngram] += 1
     return marked
 
 
@@ -111,7 +115,9 @@ def reduce_repetition(run: RepetitionRun) -> None:
         KeyboardInterrupt: a signal stopped the run; at most one round is repeated.
     """
     run.folder.mkdir(parents=True, exist_ok=True)
-    model = AutoModelForCausalLM.from_pretrained(run.source, dtype=torch.bfloat16).to(run.device)
+    model, before = (
+        AutoModelForCausalLM.from_pretrained(run.source, dtype=torch.bfloat16).to(run.device) for _ in range(2)
+    )
     optimizer = MasterWeightOptimizer(OPTIMIZER, model, run.recipe.learning_rate)
     checkpoints = TrainingCheckpoints(run.folder)
     latest = checkpoints.find_latest()
@@ -121,7 +127,7 @@ def reduce_repetition(run: RepetitionRun) -> None:
     with handle_stop_signals() as is_stopped:
         while step < run.recipe.steps:
             end = min(step + run.recipe.steps_per_round, run.recipe.steps)
-            _train_round(run, model, optimizer, range(step, end))
+            _train_round(run, model, before, optimizer, range(step, end))
             step = end
             checkpoints.save(step, {"model": model}, optimizer.state_dict(), {})
             if is_stopped():
@@ -131,29 +137,31 @@ def reduce_repetition(run: RepetitionRun) -> None:
 
 
 def generate_texts(model: Any, prompts: Sequence[Sequence[int]], new_tokens: int, device: str) -> list[GreedyText]:
-    """Continue prompts greedily with a copy of a transformers model; no continuation ends early."""
-    llm = LLM(copy.deepcopy(model).eval(), None, tokenizer=None, device=device)
+    """Continue prompts greedily with the present weights of a transformers model; no continuation ends early."""
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        llm = LLM(folder, None, dtype="bfloat16", tokenizer=None, device=device)
     sampling = Sampling(temperature=0, max_tokens=new_tokens, ignore_eos=True)
     completions = llm.generate([list(prompt) for prompt in prompts], sampling)
     return [GreedyText(prompt, completion.token_ids) for prompt, completion in zip(prompts, completions, strict=True)]
 
 
-def _train_round(run: RepetitionRun, model: Any, optimizer: MasterWeightOptimizer, steps: range) -> None:
+def _train_round(run: RepetitionRun, model: Any, before: Any, optimizer: MasterWeightOptimizer, steps: range) -> None:
     """Generate the texts of some steps, and make these steps."""
     recipe = run.recipe
     texts = generate_texts(model, _choose_prompts(run, steps), recipe.new_tokens, run.device)
     batches = WindowBatches(run.ids, recipe.context, recipe.windows, recipe.seed, run.device)
     schedule = LearningRateSchedule(recipe.steps, recipe.warmup, "linear", decay_start=0)
-    loss = unlikelihood = 0.0
+    change = unlikelihood = 0.0
     model.train()
     for i, step in enumerate(steps):
-        loss = _add_corpus_gradient(model, batches.get_batch(step))
+        change = _add_corpus_gradient(model, before, batches.get_batch(step))
         own_texts = texts[i * recipe.texts : (i + 1) * recipe.texts]
         unlikelihood = _add_text_gradient(model, own_texts, recipe.weight, run.device)
         optimizer.step(schedule.compute_scale(step), MAX_GRAD_NORM)
-        run.progress(step + 1, recipe.steps, loss + unlikelihood)
+        run.progress(step + 1, recipe.steps, change + unlikelihood)
     distinct = float(np.mean([compute_distinct_share(text.continuation) for text in texts]))
-    _log(run, model, {"repetition_step": steps.stop, "loss": loss, "unlikelihood": unlikelihood, "distinct": distinct})
+    _log(run, model, {"repetition_step": steps.stop, "kl": change, "unlikelihood": unlikelihood, "distinct": distinct})
 
 
 def _choose_prompts(run: RepetitionRun, steps: range) -> list[list[int]]:
@@ -165,12 +173,13 @@ def _choose_prompts(run: RepetitionRun, steps: range) -> list[list[int]]:
     return [run.ids[at : at + n].astype(int).tolist() for at, n in zip(offsets, lengths, strict=True)]
 
 
-def _add_corpus_gradient(model: Any, batch: Tensor) -> float:
-    """Add the gradient of the next-token loss on windows [B, L + 1]; returns the loss."""
+def _add_corpus_gradient(model: Any, before: Any, batch: Tensor) -> float:
+    """Add the gradient of KL(before || model) on windows [B, L + 1]; returns it, in nats per token."""
     total = 0.0
-    for rows in torch.split(batch, MICRO_ROWS):
-        loss = compute_next_token_loss(rows, compute_logits(model, rows[:, :-1]), rows[:, 1:].flatten())
-        loss = loss * (len(rows) / len(batch))
+    for rows in torch.split(batch[:, :-1], MICRO_ROWS):
+        with torch.no_grad():
+            log_p = compute_logits(before, rows).float().log_softmax(-1)
+        loss = kl(log_p, compute_logits(model, rows).float().log_softmax(-1)).mean() * (len(rows) / len(batch))
         loss.backward()  # type: ignore[no-untyped-call]
         total += loss.item()
     return total
