@@ -23,8 +23,8 @@ from foredraft.zoo_training.train import build_model
 
 LLAMA = LlamaRecipe(hidden=32, intermediate=48, heads=2, kv_heads=1, stages=(TrainStage(2, 16, 2),))
 RECIPE = RepetitionRecipe(
-    learning_rate=0.03, weight=10.0, steps=12, warmup=1, texts=4, new_tokens=24, prompt_tokens=(2, 6), steps_per_round=3, windows=2,
-    context=16, eval_every=2,
+    learning_rate=0.03, weight=10.0, steps=12, warmup=1, texts=4, new_tokens=24, prompt_tokens=(2, 6),
+    steps_per_round=3, windows=2, context=16, eval_every=2,
 )  # fmt: skip
 
 
