@@ -19,7 +19,6 @@ from foredraft.zoo_training.batches import WindowBatches
 from foredraft.zoo_training.heads import HeadsPlan, find_head_folder, list_head_folders, list_recipes
 from foredraft.zoo_training.measure import PairMetrics, measure_pair
 from foredraft.zoo_training.recipe import TARGET_RECIPE, LlamaRecipe, TrainStage
-from foredraft.zoo_training.repetition import RepetitionRecipe
 from foredraft.zoo_training.seq2seq import SEQ2SEQ_DRAFT_RECIPE, SEQ2SEQ_RECIPE
 from foredraft.zoo_training.seq2seq_build import Seq2SeqPairRecipe
 from foredraft.zoo_training.train import PretrainingRun, make_distillation_loss, make_schedule, stack_layers, train
@@ -31,9 +30,6 @@ TINY = LlamaRecipe(
     cycles=((TrainStage(2, 16, 1), TrainStage(2, 32, 1)),),
 )  # fmt: skip
 TINY_DRAFT = replace(TINY, hidden=16, stages=(TrainStage(1, 16, 3),), cycles=())
-TINY_REPETITION = RepetitionRecipe(
-    steps=2, texts=2, new_tokens=8, prompt_tokens=(2, 5), steps_per_round=1, windows=2, context=16
-)
 TINY_PAIR = Seq2SeqPairRecipe(
     replace(
         SEQ2SEQ_RECIPE,
@@ -103,7 +99,7 @@ def test_everything_is_built_and_measured_and_loads_in_transformers(python_tree,
 
     def run(**more):
         return build.build_all(
-            out, target=TINY, draft=TINY_DRAFT, repetition=TINY_REPETITION, root=python_tree, heads=heads,
+            out, target=TINY, draft=TINY_DRAFT, root=python_tree, heads=heads,
             pair=TINY_PAIR, report=lambda part, step, of, loss: steps.append(part), **more,
         )  # fmt: skip
 
@@ -111,7 +107,7 @@ def test_everything_is_built_and_measured_and_loads_in_transformers(python_tree,
     assert 0 < figures.alpha < 1
     folders = {name: find_head_folder(name) for name in recipes}
     pair_folders = {find_head_folder(name, zoo.SEQ2SEQ_TARGET) for name in list_recipes(zoo.SEQ2SEQ_TARGET)}
-    assert set(steps) == {build.PRETRAINED, *build.PARTS, *folders.values(), "seq2seq", "seq2seq_draft", *pair_folders}
+    assert set(steps) == {*build.PARTS, *folders.values(), "seq2seq", "seq2seq_draft", *pair_folders}
     assert {*folders.values(), *pair_folders} == set(list_head_folders())
     for method, name in folders.items():
         llm = LLM(str(out / "target"), {"method": method, "model": str(out / name)})
@@ -128,7 +124,7 @@ def test_everything_is_built_and_measured_and_loads_in_transformers(python_tree,
         tokenizer = AutoTokenizer.from_pretrained(out / part)
         assert tokenizer.decode(tokenizer("def f(x):\n\treturn é").input_ids) == "def f(x):\n\treturn é"
         assert "heapq" in (out / part / "README.md").read_text()
-    assert "2 steps of unlikelihood training" in (out / "target" / "README.md").read_text()
+    assert "of their 4-grams are distinct" in (out / "target" / "README.md").read_text()
     assert json.loads((out / "figures.json").read_text())["draft"]["alpha"] == figures.alpha
     steps.clear()
     run(with_undistilled=True)

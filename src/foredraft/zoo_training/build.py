@@ -15,11 +15,11 @@ from foredraft.zoo import corpus
 from foredraft.zoo_training import tokens
 from foredraft.zoo_training.cards import HELD_OUT_PACKAGES_KEY, render_card
 from foredraft.zoo_training.collect import Corpus, collect
-from foredraft.zoo_training.heads import HeadsPlan, list_head_folders, prepare_code_target, train_heads
+from foredraft.zoo_training.distinct import measure_distinct_share
+from foredraft.zoo_training.heads import HeadsPlan, list_head_folders, load_target, prepare_code_target, train_heads
 from foredraft.zoo_training.measure import PairMetrics, measure_pair
 from foredraft.zoo_training.ngram import build_table
 from foredraft.zoo_training.recipe import DRAFT_RECIPE, TARGET_RECIPE, LlamaRecipe
-from foredraft.zoo_training.repetition import REPETITION_RECIPE, RepetitionRecipe, RepetitionRun, reduce_repetition
 from foredraft.zoo_training.seq2seq_build import DRAFT_NAME as SEQ2SEQ_DRAFT
 from foredraft.zoo_training.seq2seq_build import PAIR_RECIPE, Seq2SeqPairRecipe, build_pair
 from foredraft.zoo_training.seq2seq_build import TARGET_NAME as SEQ2SEQ
@@ -37,7 +37,6 @@ WEIGHTS_FILE = "model.safetensors"
 CARD_FILE = "README.md"  # the last file of a finished model
 MIN_HELD_OUT_TOKENS = 1000  # the held-out packages are measured only if they have more tokens
 UNDISTILLED = "draft-undistilled"
-PRETRAINED = "pretrained"  # the target before it learns not to repeat itself; not installed
 PARTS = ("target", "draft")
 
 
@@ -46,7 +45,6 @@ def build_all(
     device: str = "cpu",
     target: LlamaRecipe = TARGET_RECIPE,
     draft: LlamaRecipe = DRAFT_RECIPE,
-    repetition: RepetitionRecipe = REPETITION_RECIPE,
     heads: HeadsPlan | None = None,
     pair: Seq2SeqPairRecipe = PAIR_RECIPE,
     root: Path | None = None,
@@ -65,7 +63,6 @@ def build_all(
         device: device of training. Default "cpu".
         target: recipe of the target.
         draft: recipe of the draft model.
-        repetition: recipe of the training with which the target learns not to repeat itself.
         heads: recipes of the heads. Default None = those of all methods.
         pair: recipes of the encoder-decoder pair and its heads.
         root: folder of Python files to train on. Default None = the standard library and installed packages.
@@ -78,9 +75,7 @@ def build_all(
     out.mkdir(parents=True, exist_ok=True)
     data = collect(out, root)
     log_line(_describe_corpus(data))
-    interrupted = {
-        name for name in (PRETRAINED, "draft", UNDISTILLED) if TrainingCheckpoints(out / name).find_latest() is not None
-    }
+    interrupted = {name for name in (*PARTS, UNDISTILLED) if TrainingCheckpoints(out / name).find_latest() is not None}
 
     def build(name: str, recipe: LlamaRecipe, loss: LossFunction) -> None:
         run = PretrainingRun(
@@ -89,12 +84,7 @@ def build_all(
         )  # fmt: skip
         _build_part(out, name, lambda folder: train(run, finish and name in interrupted))
 
-    build(PRETRAINED, target, compute_next_token_loss)
-    _build_part(out, "target", lambda folder: reduce_repetition(
-        RepetitionRun(
-            repetition, out / PRETRAINED, folder, data.train, data.held_out, device, _bind_part(report, "target"),
-        )
-    ))  # fmt: skip
+    build("target", target, compute_next_token_loss)
     model = _load(out / "target")
     build("draft", draft, make_distillation_loss(model.to(device)))
     about = data.summary.library_description
@@ -121,11 +111,13 @@ def _measure_and_write_cards(
 ) -> dict[str, PairMetrics]:
     """Measure the draft models that there are, and give every model of `recipes` its tokenizer and its card."""
     trained = [name for name in recipes if (out / name / WEIGHTS_FILE).exists()]
+    tokens.save_tokenizer(tokens.load_tokenizer(out), out / "target")
+    distinct = measure_distinct_share(load_target(out / "target", "cpu"))
     figures = _measure_drafts(out, target, [name for name in trained if name != "target"], data)
     for name in trained:
         tokens.save_tokenizer(tokens.load_tokenizer(out), out / name)
         log = (out / name / LOG_FILE).read_text()
-        (out / name / CARD_FILE).write_text(render_card(name, recipes[name], figures, data.summary, log))
+        (out / name / CARD_FILE).write_text(render_card(name, recipes[name], figures, data.summary, log, distinct))
     return figures
 
 

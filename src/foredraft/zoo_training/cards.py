@@ -4,6 +4,7 @@ import json
 
 from foredraft.zoo import corpus
 from foredraft.zoo_training.collect import CorpusSummary
+from foredraft.zoo_training.distinct import NEW_TOKENS, OPENINGS
 from foredraft.zoo_training.measure import MAX_DRAFT_TOKENS, PairMetrics
 from foredraft.zoo_training.recipe import LlamaRecipe
 
@@ -11,7 +12,7 @@ HELD_OUT_PACKAGES_KEY = "held-out packages"  # key of the draft model's figures 
 
 
 def render_card(
-    name: str, recipe: LlamaRecipe, figures: dict[str, PairMetrics], summary: CorpusSummary, log: str
+    name: str, recipe: LlamaRecipe, figures: dict[str, PairMetrics], summary: CorpusSummary, log: str, distinct: float
 ) -> str:
     """Return the model card as Markdown.
 
@@ -21,6 +22,7 @@ def render_card(
         figures: figures by draft model; those of the held-out packages under `HELD_OUT_PACKAGES_KEY`.
         summary: facts of the corpus.
         log: training log, one JSON object per line.
+        distinct: share of distinct 4-grams in greedy texts of the target (`distinct.measure_distinct_share`).
     """
     own = figures.get(name, figures["draft"])
     loss = own.target_loss if name == "target" else own.draft_loss
@@ -42,7 +44,6 @@ def render_card(
         f"- Recipe: {distilled}; {_describe_schedule(log)}; {recipe.batch_tokens} tokens a step; Muon for "
         f"matrices, AdamW for the rest, learning rate {recipe.learning_rate}, constant, then a linear decay to zero"
         f"{again}; seed {recipe.seed}. `foredraft zoo train` repeats it.",
-        *_describe_repetition(log),
         f"- Held-out loss: {loss:.3f} nats per token, {loss / summary.bytes_per_token:.3f} per byte "
         f"({own.num_tokens:,} "
         "tokens).",
@@ -51,6 +52,9 @@ def render_card(
         others = figures[HELD_OUT_PACKAGES_KEY]
         value = others.target_loss if name == "target" else others.draft_loss
         lines.append(f"- Loss on the held-out packages: {value:.3f} nats per token ({others.num_tokens:,} tokens).")
+    if name == "target":
+        text = f"Greedy texts of {NEW_TOKENS} tokens after {len(OPENINGS)} openings"
+        lines.append(f"- {text}: {distinct:.0%} of their 4-grams are distinct.")
     lines.append("")
     if name != "target":
         lines += _render_acceptance({key: value for key, value in figures.items() if key != HELD_OUT_PACKAGES_KEY})
@@ -77,7 +81,7 @@ def _render_acceptance(figures: dict[str, PairMetrics]) -> list[str]:
 
 def _describe_schedule(log: str) -> str:
     """Return the stages of training that the log shows: steps by depth, of the decay, and of the further cycles."""
-    rows = [json.loads(line) for line in log.splitlines() if "layers" in line]
+    rows = [json.loads(line) for line in log.splitlines()]
     ends = {row["layers"]: row["step"] for row in rows if "decay_from" not in row}
     parts, before = [], 0
     for layers, end in ends.items():
@@ -87,18 +91,6 @@ def _describe_schedule(log: str) -> str:
         parts.append(f"{end - before} steps of a further cycle" if cycle else f"{end - before} steps of decay")
         before = end
     return ", ".join(parts)
-
-
-def _describe_repetition(log: str) -> list[str]:
-    """Return the line about training against repetition, if the log has any."""
-    rows = [json.loads(line) for line in log.splitlines() if "repetition_step" in line]
-    if not rows:
-        return []
-    return [
-        f"- Against repetition: {rows[-1]['repetition_step']} steps of unlikelihood training on its greedy texts "
-        "(`foredraft.zoo_training.repetition`). The share of distinct 4-grams in greedy continuations of the corpus "
-        f"went from {rows[0]['distinct']:.2f} to {rows[-1]['distinct']:.2f}."
-    ]
 
 
 def _render_packages(summary: CorpusSummary) -> list[str]:
