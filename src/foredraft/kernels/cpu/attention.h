@@ -19,8 +19,10 @@ typedef struct {
 /* Writes the results of some rows and the heads of one key head as bf16 too. */
 static void round_results(const fd_attention *a, int first, int count, int kv_head, rounded_rows to) {
     long width = (long)a->heads / a->kv_heads * a->head_dim;
-    for (long row = first; to.data && row < first + count; row++)
-        convert_to_bf16(a->out + (row * a->kv_heads + kv_head) * width, (int)width, to.data + row * to.stride + kv_head * width);
+    for (long row = first; to.data && row < first + count; row++) {
+        const float *result = a->out + (row * a->kv_heads + kv_head) * width;
+        convert_to_bf16(result, (int)width, to.data + row * to.stride + kv_head * width);
+    }
 }
 
 #if HAS_TILE_ATTENTION
