@@ -1,0 +1,67 @@
+#!/bin/bash
+# Print every figure of README and docs that rests on the built-in models, one file per command.
+#
+#     dev/figures.sh OUT [NAME ...]
+#
+# A command whose file OUT/NAME.txt is complete is not run again, so an interrupted run is resumed. No other program may
+# run beside it. LLAMA and VLLM are the environments of llama.cpp and vLLM (docs/how-to/measure-speed.md); tables with other
+# programs are left out without them. All of it takes about six hours of two cores; `reproduce` and `cells` are half of that.
+set -u
+out=$(realpath -m "$1")
+shift
+cd "$(dirname "$0")/.." || exit 1
+mkdir -p "$out"
+wanted=" $* "
+others=()
+[ -n "${LLAMA:-}" ] && others+=(--llama-cpp "$LLAMA")
+[ -n "${VLLM:-}" ] && others+=(--vllm "$VLLM")
+
+figure() { # NAME COMMAND...
+    local name=$1
+    shift
+    [ "$wanted" = "  " ] || [[ "$wanted" == *" $name "* ]] || return 0
+    [ -e "$out/$name.txt" ] && return 0
+    echo "$(date +%T) $name: $*"
+    if "$@" > "$out/$name.partial" 2> "$out/$name.err"; then mv "$out/$name.partial" "$out/$name.txt"; else
+        echo "  failed; see $out/$name.err"
+    fi
+}
+
+# README and docs/index.md
+figure first foredraft generate "def fibonacci(n):" --temperature 0.6 --top-p 0.9 --seed 1 --spec-tokens 2 --max-tokens 56
+figure compare foredraft generate "class TestQueue(unittest.TestCase):" --compare \
+    --spec-method draft_model,ngram_lm,ngram --max-tokens 64
+
+# docs/performance.md
+[ -e "$out/grown430/config.json" ] || foredraft bench grow --params 430M --out "$out/grown430"
+[ "${#others[@]}" -gt 0 ] && figure grown foredraft bench compare --model "$out/grown430" --prompts 8 --max-tokens 128 \
+    --threads 2 --methods draft_model:3,ngram:8,ngram_lm:8 --spec-tokens 3 --lookup-tokens 8 "${others[@]}" \
+    --quantization int8,int4 --verify-cost 1,2,4,5,8,16
+figure latency foredraft bench latency --prompts 50 --methods draft_model:2,ngram:8,ngram_lm:8 \
+    --verify-cost 1,2,4,5,8,16
+figure latency_sampled foredraft bench latency --prompts 20 --methods draft_model:2,ngram:8,ngram_lm:8 \
+    --temperature 0.8 --top-p 0.95 --seed 7
+[ -n "${LLAMA:-}" ] && figure small foredraft bench compare --prompts 10 --threads 2 \
+    --methods draft_model:2,ngram:8,ngram_lm:8 --spec-tokens 2 --llama-cpp "$LLAMA" --verify-cost 1,2,4,5,8,16
+figure methods python benchmarks/methods.py --prompts 12 --verify reject
+figure ensembles python benchmarks/methods.py --prompts 12 --verify reject \
+    --methods suffix,ngram,draft_model,eagle3,suffix+draft_model,suffix+eagle3,ngram+draft_model,auto
+figure ensembles_grown python benchmarks/methods.py --model "$out/grown430" \
+    --spec-model "$(foredraft zoo list | awk '$1 == "draft" {print $NF}')" --prompts 4 --verify reject \
+    --workloads code,prose --methods suffix,draft_model,suffix+draft_model
+figure new_drafters python benchmarks/new_drafters.py
+figure new_drafters_grown python benchmarks/new_drafters.py --grown "$out/grown430"
+figure rest python benchmarks/rest.py --steps 500 --methods eagle3,hydra,draft_model
+figure kv_dtype python -m benchmarks.kv_dtype
+figure quantization python benchmarks/quantization.py --windows 48
+figure load foredraft bench load
+figure recycling python benchmarks/methods.py --prompts 12 --verify reject \
+    --methods ngram,suffix,lookahead,token_recycling
+
+# docs/figures
+for name in acceptance draft_length trees medusa_heads lookahead early_exit block load serving; do
+    figure "reproduce_$name" foredraft reproduce $name --threads 2 --out docs/figures
+done
+
+# docs/controller.md
+figure cells python benchmarks/controller_cells.py --short --threads 2 --out "$out/cells"
