@@ -128,7 +128,7 @@ def create_prompt_slices(shapes: list[str], model: str | None) -> dict[str, Call
     """Return one function per shape, such as 16x64 for 16 prompts of 64 tokens, which returns seconds."""
     from foredraft import LLM, Sampling
 
-    llm = LLM(model, None)
+    llm = LLM(model, drafter=None)
     rng = random.Random(0)
 
     def create_slice(num_prompts: int, length: int) -> Callable[[], float]:
@@ -172,9 +172,7 @@ class Checkout:
     def __init__(self, folder: str, threads: int) -> None:
         options = {**os.environ, "PYTHONPATH": str(Path(folder).resolve()), "OMP_NUM_THREADS": str(threads)}
         command = [sys.executable, str(FOLDER / "compare_checkouts.py"), *sys.argv[1:], "--serve"]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=options, cwd=FOLDER, text=True
-        )
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=options, text=True)
         self.labels: list[str] = json.loads(self._read())
 
     def _read(self) -> str:

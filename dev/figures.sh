@@ -3,9 +3,10 @@
 #
 #     dev/figures.sh OUT [NAME ...]
 #
-# A command whose file OUT/NAME.txt is complete is not run again, so an interrupted run is resumed. No other program may
-# run beside it. LLAMA and VLLM are the environments of llama.cpp and vLLM (docs/how-to/measure-speed.md); tables with other
-# programs are left out without them. All of it takes about six hours of two cores; `reproduce` and `cells` are half of that.
+# Tables that a command prints on stderr are in OUT/NAME.err. A command whose file OUT/NAME.txt is complete is not run
+# again, so an interrupted run is resumed. It takes hours, and no other program may run beside it. LLAMA and VLLM are the
+# environments of llama.cpp and vLLM (docs/how-to/measure-speed.md); tables with other programs are left out without them.
+# The names *grown* need `grown_model`.
 set -u
 out=$(realpath -m "$1")
 shift
@@ -33,7 +34,7 @@ figure compare foredraft generate "class TestQueue(unittest.TestCase):" --compar
     --spec-method draft_model,ngram_lm,ngram --max-tokens 64
 
 # docs/performance.md
-[ -e "$out/grown430/config.json" ] || foredraft bench grow --params 430M --out "$out/grown430"
+figure grown_model foredraft bench grow --params 430M --out "$out/grown430"
 [ "${#others[@]}" -gt 0 ] && figure grown foredraft bench compare --model "$out/grown430" --prompts 8 --max-tokens 128 \
     --threads 2 --methods draft_model:3,ngram:8,ngram_lm:8 --spec-tokens 3 --lookup-tokens 8 "${others[@]}" \
     --quantization int8,int4 --verify-cost 1,2,4,5,8,16
@@ -47,14 +48,15 @@ figure methods python benchmarks/methods.py --prompts 12 --verify reject
 figure ensembles python benchmarks/methods.py --prompts 12 --verify reject \
     --methods suffix,ngram,draft_model,eagle3,suffix+draft_model,suffix+eagle3,ngram+draft_model,auto
 figure ensembles_grown python benchmarks/methods.py --model "$out/grown430" \
-    --spec-model "$(foredraft zoo list | awk '$1 == "draft" {print $NF}')" --prompts 4 --verify reject \
-    --workloads code,prose --methods suffix,draft_model,suffix+draft_model
+    --spec-model src/foredraft/zoo/draft --prompts 4 --verify reject --workloads code,prose \
+    --methods suffix,draft_model,suffix+draft_model
 figure new_drafters python benchmarks/new_drafters.py
 figure new_drafters_grown python benchmarks/new_drafters.py --grown "$out/grown430"
 figure rest python benchmarks/rest.py --steps 500 --methods eagle3,hydra,draft_model
 figure kv_dtype python -m benchmarks.kv_dtype
 figure quantization python benchmarks/quantization.py --windows 48
-figure load foredraft bench load
+figure serving_grown python benchmarks/serving.py --grown "$out/grown430" --json "$out/serving" --plot docs/serving.png
+figure prefix python benchmarks/prefix.py
 figure recycling python benchmarks/methods.py --prompts 12 --verify reject \
     --methods ngram,suffix,lookahead,token_recycling
 

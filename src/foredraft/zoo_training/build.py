@@ -111,11 +111,11 @@ def _measure_and_write_cards(
 ) -> dict[str, PairMetrics]:
     """Measure the draft models that there are, and give every model of `recipes` its tokenizer and its card."""
     trained = [name for name in recipes if (out / name / WEIGHTS_FILE).exists()]
-    tokens.save_tokenizer(tokens.load_tokenizer(out), out / "target")
+    for name in trained:
+        tokens.save_tokenizer(tokens.load_tokenizer(out), out / name)
     distinct = measure_distinct_share(load_target(out / "target", "cpu"))
     figures = _measure_drafts(out, target, [name for name in trained if name != "target"], data)
     for name in trained:
-        tokens.save_tokenizer(tokens.load_tokenizer(out), out / name)
         log = (out / name / LOG_FILE).read_text()
         (out / name / CARD_FILE).write_text(render_card(name, recipes[name], figures, data.summary, log, distinct))
     return figures
