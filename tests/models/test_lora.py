@@ -116,7 +116,7 @@ class TestAnAdapter:
         folder = Path(str(zoo.find_target_folder(zoo.DEFAULT_TARGET)))
         adapter = save_adapter(tmp_path, folder, ["v_proj"])
         plain = LLM(lora=adapter, drafter=None)
-        drafted = LLM(lora=adapter, drafter="eagle3")
+        drafted = LLM(lora=adapter, drafter={"method": "eagle3", "num_speculative_tokens": 3})
         found, expected = (llm.generate(["def f(n):"], GREEDY)[0] for llm in (drafted, plain))
         assert found.token_ids == expected.token_ids
         assert found.stats.num_accepted > 0

@@ -265,7 +265,7 @@ class TestDrafters:
         prompts, names = ["def f(n):", "import os", "class A:"], ["x", None, "x"]
         sampling = Sampling(temperature=0, max_tokens=24)
         plain = LLM(drafter=None, adapters={"x": adapter})
-        drafted = plain.with_drafter(method)
+        drafted = plain.with_drafter({"method": method, "num_speculative_tokens": 3})
         expected, found = (generate(llm, prompts, names, sampling) for llm in (plain, drafted))
         assert [c.token_ids for c in found] == [c.token_ids for c in expected]
         assert expected[0].token_ids != generate(plain, prompts[:1], [None], sampling)[0].token_ids

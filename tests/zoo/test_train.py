@@ -174,6 +174,15 @@ def test_a_compiled_run_has_the_losses_of_one_that_is_not(tmp_path, monkeypatch)
     assert all(torch.equal(weights[name], value) for name, value in plain.items())
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_model_of_either_precision_is_saved_in_bfloat16(tmp_path, dtype):
+    ids = np.random.default_rng(0).integers(0, 4096, 4000).astype(np.uint16)
+    model = train(PretrainingRun(TINY, ids, tmp_path, dtype=dtype))
+    saved = load_file(tmp_path / "model.safetensors")
+    assert {tensor.dtype for tensor in saved.values()} == {torch.bfloat16} == {model.dtype}
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
+
+
 def test_an_interrupted_run_resumes_to_the_same_weights(tmp_path):
     """A resumed run that repeats or skips a batch gives other weights.
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from foredraft.errors import ForedraftError, format_install_command
+from foredraft.train.precision import has_fast_bfloat16
 from foredraft.train.sharding_settings import ShardingSettings
 
 PRECISIONS = ("auto", "bf16", "fp32")
@@ -52,7 +53,7 @@ class DistributedContext:
         selected = state.device if state.num_processes > 1 or requested.index is None else requested
         # torch.device("cpu:0") is not equal to torch.device("cpu").
         selected = torch.device("cpu") if selected.type == "cpu" else selected
-        is_mixed = precision == "bf16" or (precision == "auto" and _has_bfloat16(selected))
+        is_mixed = precision == "bf16" or (precision == "auto" and has_fast_bfloat16(selected))
         sharding = ShardingSettings.detect(state.num_processes)
         return cls(selected, state.process_index, state.num_processes, is_mixed, sharding)
 
@@ -109,10 +110,3 @@ def close_processes() -> None:
 
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
-
-
-def _has_bfloat16(device: torch.device) -> bool:
-    """Check whether the device multiplies bfloat16 matrices in hardware."""
-    if device.type == "cuda":
-        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    return bool(torch.cpu._is_avx512_bf16_supported())

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from foredraft.train.checkpoint import TrainingCheckpoints
+from foredraft.train.precision import choose_training_dtype
 from foredraft.zoo import corpus
 from foredraft.zoo_training import tokens
 from foredraft.zoo_training.cards import HELD_OUT_PACKAGES_KEY, render_card
@@ -75,21 +76,22 @@ def build_all(
     out.mkdir(parents=True, exist_ok=True)
     data = collect(out, root)
     log_line(_describe_corpus(data))
+    dtype = choose_training_dtype(device)
     interrupted = {name for name in (*PARTS, UNDISTILLED) if TrainingCheckpoints(out / name).find_latest() is not None}
 
     def build(name: str, recipe: LlamaRecipe, loss: LossFunction) -> None:
         run = PretrainingRun(
             recipe, data.train, out / name, loss, device, _bind_part(report, name), data.held_out,
-            is_compiled=is_compiled,
+            is_compiled=is_compiled, dtype=dtype,
         )  # fmt: skip
         _build_part(out, name, lambda folder: train(run, finish and name in interrupted))
 
     build("target", target, compute_next_token_loss)
     model = _load(out / "target")
-    build("draft", draft, make_distillation_loss(model.to(device)))
+    build("draft", draft, make_distillation_loss(model.to(device, dtype)))
     about = data.summary.library_description
     _build_part(out, "ngram", lambda folder: build_table(data.library, data.held_out, folder, about))
-    model.to("cpu")
+    model.to("cpu", torch.bfloat16)
     recipes = {"target": target, "draft": draft, UNDISTILLED: draft}
     figures = _measure_and_write_cards(out, model, recipes, data)
     heads = heads or HeadsPlan()

@@ -1,8 +1,9 @@
 """Training of the built-in pair: next-token loss for the target, distillation from the target for the draft model.
 
-Weights and gradients are bf16, the optimizer's copies fp32. Muon updates matrices, AdamW the other parameters. The
-learning rate is constant until the last stage ends, then decays. The decay has checkpoints of its own; it starts from
-the last checkpoint at the constant rate and does not change it. Further cycles of the recipe follow the decay.
+Weights and gradients are bf16, or fp32 where a CPU multiplies that faster; the optimizer's copies are fp32. Muon
+updates matrices, AdamW the other parameters. The learning rate is constant until the last stage ends, then decays. The
+decay has checkpoints of its own; it starts from the last checkpoint at the constant rate and does not change it.
+Further cycles of the recipe follow the decay.
 """
 
 import json
@@ -64,7 +65,7 @@ def stack_layers(recipe: LlamaRecipe, model: LlamaForCausalLM, layers: int) -> L
     depth = model.config.num_hidden_layers
     if depth == layers:
         return model
-    deeper = build_model(recipe, layers)
+    deeper = build_model(recipe, layers, model.dtype)
     deeper.model.embed_tokens.load_state_dict(model.model.embed_tokens.state_dict())
     deeper.model.norm.load_state_dict(model.model.norm.state_dict())
     for index, layer in enumerate(deeper.model.layers):
@@ -112,6 +113,7 @@ class PretrainingRun:
     held_out_ids: np.ndarray | None = None  # token ids whose loss is logged, [T]
     should_stop: Callable[[], bool] = lambda: False
     is_compiled: bool = False  # run steps through torch.compile, which needs a C++ compiler on CPU
+    dtype: torch.dtype = torch.bfloat16  # of weights and gradients in training; the model is saved in bfloat16
 
     @property
     def checkpoints(self) -> TrainingCheckpoints:
@@ -161,7 +163,7 @@ def train(run: PretrainingRun, finish: bool = False) -> LlamaForCausalLM:
         if state is None:
             state = _train_at_constant_rate(run, finish)
         _decay(run, state, state.cycle if finish else len(run.recipe.cycles))
-    state.model.config.dtype = "bfloat16"
+    state.model.to(torch.bfloat16)
     state.model.save_pretrained(run.folder)
     run.decay_checkpoints.delete()
     return state.model
@@ -173,7 +175,7 @@ def _train_at_constant_rate(run: PretrainingRun, finish: bool) -> PretrainingSta
     if state is not None and finish:
         return state
     if state is None:
-        model = build_model(recipe, recipe.stages[0].layers).to(run.device)
+        model = build_model(recipe, recipe.stages[0].layers, run.dtype).to(run.device)
         state = PretrainingState(model, make_optimizer(recipe, model))
     end = 0
     for stage in recipe.stages:
@@ -336,7 +338,7 @@ def _load(run: PretrainingRun, checkpoints: TrainingCheckpoints) -> PretrainingS
             f"{path} was saved with batches of {saved['batch_tokens']} tokens; give --batch-tokens "
             f"{saved['batch_tokens']}, or another --out"
         )
-    model = build_model(run.recipe, saved["layers"]).to(run.device)
+    model = build_model(run.recipe, saved["layers"], run.dtype).to(run.device)
     checkpoints.load_weights(path, {"model": model})
     optimizer = make_optimizer(run.recipe, model)
     warmup_from = saved["warmup_from"]
