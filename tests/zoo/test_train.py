@@ -21,7 +21,14 @@ from foredraft.zoo_training.measure import PairMetrics, measure_pair
 from foredraft.zoo_training.recipe import TARGET_RECIPE, LlamaRecipe, TrainStage
 from foredraft.zoo_training.seq2seq import SEQ2SEQ_DRAFT_RECIPE, SEQ2SEQ_RECIPE
 from foredraft.zoo_training.seq2seq_build import Seq2SeqPairRecipe
-from foredraft.zoo_training.train import PretrainingRun, make_distillation_loss, make_schedule, stack_layers, train
+from foredraft.zoo_training.train import (
+    PretrainingRun,
+    compute_next_token_loss,
+    make_distillation_loss,
+    make_schedule,
+    stack_layers,
+    train,
+)
 from foredraft.zoo_training.train import build_model as untrained
 
 TINY = LlamaRecipe(
@@ -177,7 +184,14 @@ def test_a_compiled_run_has_the_losses_of_one_that_is_not(tmp_path, monkeypatch)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_model_of_either_precision_is_saved_in_bfloat16(tmp_path, dtype):
     ids = np.random.default_rng(0).integers(0, 4096, 4000).astype(np.uint16)
-    model = train(PretrainingRun(TINY, ids, tmp_path, dtype=dtype))
+    trained_in = set()
+
+    def compute_loss(ids, logits, next_ids):
+        trained_in.add(logits.dtype)
+        return compute_next_token_loss(ids, logits, next_ids)
+
+    model = train(PretrainingRun(TINY, ids, tmp_path, compute_loss, dtype=dtype))
+    assert trained_in == {dtype}
     saved = load_file(tmp_path / "model.safetensors")
     assert {tensor.dtype for tensor in saved.values()} == {torch.bfloat16} == {model.dtype}
     assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
