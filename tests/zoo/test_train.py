@@ -102,6 +102,7 @@ def test_everything_is_built_and_measured_and_loads_in_transformers(python_tree,
         name: replace(recipe, steps=2, settings={**recipe.settings, **tiny_settings.get(name, {})})
         for name, recipe in recipes.items()
     }
+    tiny |= {name: replace(tiny[name], further_steps=1) for name in ("eagle3", "medusa")}
     heads = HeadsPlan(tiny, documents=4, corpus_tokens=4000, prompts=2, tokens=16)
 
     def run(**more):
@@ -123,6 +124,13 @@ def test_everything_is_built_and_measured_and_loads_in_transformers(python_tree,
         assert str(out) not in (out / name / "config.json").read_text()
         assert f"foredraft train {method}" in (out / name / "README.md").read_text()
     assert "--boost draft " in (out / "draft_2" / "README.md").read_text()
+    for name in ("eagle3", "medusa"):
+        assert ", then 1 steps from its result with `--start`" in (out / name / "README.md").read_text()
+        assert "--start" not in (out / "first" / name / "README.md").read_text()
+        first, last = (load_file(folder / "model.safetensors") for folder in (out / "first" / name, out / name))
+        assert any(not torch.equal(first[key], last[key]) for key in first)
+        assert all((first[key].double() - last[key].double()).abs().max() < 0.1 for key in first)  # not begun anew
+    assert not (out / "first" / "hydra").exists()
     assert not (out / build.UNDISTILLED).exists()
     assert build.UNDISTILLED not in (out / "draft" / "README.md").read_text()
     for part in build.PARTS:

@@ -81,6 +81,8 @@ class HeadRecipe:
         optimizer: name of the optimizer.
         folder: name of the drafter's folder; "" = the first of `BuiltIn.folders`.
         boost: folders of the built-in draft models that draft beside this one; it learns what they miss.
+        further_steps: number of updates of a second run from the result of the first, with the learning rate raised and
+            lowered again; 0 = none.
     """
 
     steps: int
@@ -89,6 +91,7 @@ class HeadRecipe:
     optimizer: str = "muon"
     folder: str = ""
     boost: tuple[str, ...] = ()
+    further_steps: int = 0
 
 
 @dataclass(frozen=True)

@@ -196,14 +196,30 @@ class HFModel(ImageReader, ModelFacts):
         packed = getattr(module, "packed", None)
         return module.weight.detach() if packed is None else packed.unpack()  # type: ignore[no-any-return]
 
+    @property
+    def head_bias(self) -> Tensor | None:
+        """Bias [V] of the head; None = it has none."""
+        bias = self.model.get_output_embeddings().bias
+        return None if bias is None else bias.detach()
+
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Compute logits [.., V] from hidden states [.., H] at AFTER_FINAL_NORM, scaled and capped as in the model."""
-        module = self.model.get_output_embeddings()
         # Gradients flow to the states, not to the matrix and bias of the head.
         has_gradient = torch.is_grad_enabled() and hidden.requires_grad
-        bias = None if module.bias is None else module.bias.detach().to(hidden.dtype)
+        bias = None if self.head_bias is None else self.head_bias.to(hidden.dtype)
         logits = F.linear(hidden, self.head_weight, bias) if has_gradient else self._apply_head(hidden)
         return _scale_logits(logits, self.model.config.get_text_config())
+
+    def compute_exact_logits(self, hidden: Tensor) -> Tensor:
+        """Compute logits [.., V] as `compute_logits` does, with products and sums in float32."""
+        bias = None if self.head_bias is None else self.head_bias.float()
+        logits = F.linear(hidden.float(), self.float_head_weight, bias)
+        return _scale_logits(logits, self.model.config.get_text_config())
+
+    @cached_property
+    def float_head_weight(self) -> Tensor:
+        """Matrix [V, H] of the output head in float32, kept after the first use."""
+        return self.head_weight.float()
 
     def _apply_head(self, hidden: Tensor) -> Tensor:
         """Multiply hidden states by the matrix of the head and add its bias."""

@@ -86,6 +86,10 @@ class ParallelLM(HFModel):
 
         return run_together
 
-    def _apply_head(self, hidden: Tensor) -> Tensor:
+    @property
+    def head_bias(self) -> Tensor | None:
         bias = self.model.get_output_embeddings().bias
-        return F.linear(hidden, self.head_weight, None if bias is None else self.group.gather(self.model, bias))
+        return None if bias is None else self.group.gather(self.model, bias)
+
+    def _apply_head(self, hidden: Tensor) -> Tensor:
+        return F.linear(hidden, self.head_weight, self.head_bias)

@@ -108,7 +108,9 @@ def _check_shardable(plan: TrainPlan) -> None:
     if plan.steps.optimizer == "muon":
         raise ForedraftError("muon needs whole matrices, and --use_fsdp shards them; give --optimizer adamw")
     if plan.data.cache is not None and plan.target_url is None:
-        raise ForedraftError("one process fills the cache, and --use_fsdp shards the target; leave --cache out")
+        raise ForedraftError(
+            "rows that the cache lacks need the whole target, and --use_fsdp shards it; leave --cache out"
+        )
 
 
 def _load_target(plan: TrainPlan, distributed: DistributedContext) -> LLM:
@@ -182,11 +184,11 @@ def _make_loop(
             f"{num_cut:,} of {len(job.documents):,} texts are longer than --context {plan.data.context}: only their "
             "beginnings are learnt"
         )
-    top = plan.data.top or choose_top(job.llm.target.vocab_size, is_cached=plan.data.cache is not None)
+    top = plan.data.top or choose_top(job.llm.target.vocab_size)
     tracer = make_tracer(job.llm.target, trainee.spec.hidden_layers, top)
     joint_loss = _make_joint_loss(job, trainee)
     return TrainLoop(
-        _make_learner(job, trainee, joint_loss, windows, tracer),
+        _make_learner(job, trainee, joint_loss, windows, tracer, total),
         DrafterOutput(job, trainee, job.make_evaluator(job.llm, tracer), joint_loss),
         LearningRateSchedule(total, max(1, round(steps.warmup * total)), steps.decay),
         LoopConfig(
@@ -226,7 +228,7 @@ def _make_joint_loss(job: TrainJob, trainee: Trainee) -> JointLoss | None:
 
 
 def _make_learner(
-    job: TrainJob, trainee: Trainee, joint_loss: JointLoss | None, windows: TokenWindows, tracer: Tracer
+    job: TrainJob, trainee: Trainee, joint_loss: JointLoss | None, windows: TokenWindows, tracer: Tracer, num_steps: int
 ) -> Learner:
     steps = job.plan.steps
     networks = _prepare_networks(job.distributed, trainee, joint_loss)
@@ -236,7 +238,7 @@ def _make_learner(
     return Learner(
         distributed=job.distributed,
         networks=networks,
-        source=_make_source(job, trainee, windows, tracer, placement),
+        source=_make_source(job, trainee, windows, tracer, placement, num_steps),
         order=RowOrder(len(windows), steps.seed),
         optimizer=make_optimizer(steps.optimizer, groups, steps.learning_rate, steps.weight_decay),
         placement=placement,
@@ -278,16 +280,15 @@ def _group_parameters(trainee: Trainee, joint_loss: JointLoss | None) -> list[Pa
 
 
 def _make_source(
-    job: TrainJob, trainee: Trainee, windows: TokenWindows, tracer: Tracer, placement: WeightPlacement
+    job: TrainJob, trainee: Trainee, windows: TokenWindows, tracer: Tracer, placement: WeightPlacement, num_steps: int
 ) -> TraceSource:
     plan, on_policy = job.plan, trainee.spec.on_policy
     if plan.data.cache is not None:
         cache = TraceCache(Path(plan.data.cache), windows, tracer, {
-            "target": job.target_fingerprint, "taps": tracer.hidden_layers, "top": tracer.top,
-            "text": job.text_digest, "context": plan.data.context,
+            "target": job.target_fingerprint, "text": job.text_digest, "context": plan.data.context,
         })  # fmt: skip
         if job.distributed.is_main:
-            cache.fill(job.log_line)
+            cache.prepare(job.log_line, _count_rows(job) * num_steps)
         job.distributed.wait()
         return cache
     source = OnlineTraceSource(windows, tracer)

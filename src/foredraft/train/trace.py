@@ -4,7 +4,7 @@ The forward passes are those that serve requests.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,15 +18,13 @@ from foredraft.train.windows import TokenWindows
 PAGE_SIZE = 16  # tokens
 LOGIT_BYTES = 128 << 20  # limit of the float32 logits of one forward pass
 FULL_VOCABULARY = 8192  # tokens; up to this vocabulary size the whole distribution is stored
-CACHED_TOP = 64  # likeliest tokens that are stored on disk
-ONLINE_TOP = 256  # likeliest tokens that are stored in memory
+TOP = 256  # likeliest tokens that are stored of a larger vocabulary
+STATE_POSITIONS = 4096  # limit of the positions of a forward pass for states alone
 
 
-def choose_top(vocab_size: int, is_cached: bool) -> int | None:
+def choose_top(vocab_size: int) -> int | None:
     """Return how many of the likeliest tokens to store; None = all."""
-    if is_cached:
-        return min(CACHED_TOP, vocab_size)
-    return None if vocab_size <= FULL_VOCABULARY else ONLINE_TOP
+    return None if vocab_size <= FULL_VOCABULARY else TOP
 
 
 @dataclass(frozen=True)
@@ -103,6 +101,48 @@ class Tracer:
                     features = states.new_empty(num_rows, length, states.shape[-1])
                 features[index] = states
         return features, TargetLogProbs(logprobs, ids)
+
+    @torch.no_grad()
+    def compute_states(self, tokens: Tensor, layers: Sequence[int], sources: tuple[EncoderSource, ...] = ()) -> Tensor:
+        """Run the target over rows of tokens for its states alone.
+
+        Args:
+            tokens: [B, L] token ids.
+            layers: F layer boundaries.
+            sources: B sources of an encoder-decoder model. Default () = a decoder alone.
+
+        Returns:
+            States [B, L, F * H] in the dtype of the forward pass.
+        """
+        num_rows, length = tokens.shape
+        pieces = _split_rows(num_rows, length, STATE_POSITIONS)
+        parts = [self._run_states(tokens, tuple(layers), sources, piece).flatten(0, 1) for piece in pieces]
+        return torch.cat(parts).view(num_rows, length, -1)  # pieces follow each other by row and position
+
+    def _run_states(
+        self, tokens: Tensor, layers: tuple[int, ...], sources: tuple[EncoderSource, ...], piece: TracePiece
+    ) -> Tensor:
+        batch = replace(self._build_batch(tokens, sources, piece), logit_row_list=[0])  # a pass has at least one row
+        with torch.autocast(self.target.device.type, enabled=False):
+            states = self.target.forward(batch, layers)[1]
+        assert states is not None
+        return states.view(len(piece.rows), piece.stop - piece.start, -1)
+
+    @torch.no_grad()
+    def compute_probs(self, states: Tensor) -> TargetLogProbs:
+        """Compute distributions from states [B, L, H] at AFTER_FINAL_NORM, with the output matrix in float32."""
+        target = self.target
+        step = max(1, LOGIT_BYTES // (4 * target.vocab_size))
+        with torch.autocast(target.device.type, enabled=False):
+            parts = [
+                TargetLogProbs.from_logits(target.compute_exact_logits(part), self.top)
+                for part in torch.split(states.flatten(0, 1), step)
+            ]
+        shape = *states.shape[:-1], -1
+        ids = [part.token_ids for part in parts if part.token_ids is not None]
+        return TargetLogProbs(
+            torch.cat([part.logprobs for part in parts]).view(shape), torch.cat(ids).view(shape) if ids else None
+        )
 
     def _run_piece(
         self, tokens: Tensor, sources: tuple[EncoderSource, ...], piece: TracePiece

@@ -22,6 +22,9 @@ from foredraft.zoo_training.measure import MAX_DRAFT_TOKENS
 LogLine = Callable[[str], None]
 PartProgressCallback = Callable[[str, int, int, float], None]  # part, step, steps, loss
 TEXTS_FILE = "texts.npy"
+TRACES_FOLDER = "traces"  # the target's states after the training texts, which all heads share
+CARD_FILE = "README.md"  # the last file of a finished head
+FIRST_FOLDER = "first"  # results of the first runs of heads that have two
 MAX_NEW_TOKENS = 128  # tokens generated per prompt for the figures on the card
 
 
@@ -66,6 +69,39 @@ class HeadsTarget:
     prompts_description: str
 
 
+@dataclass(frozen=True)
+class HeadRun:
+    """Run of `foredraft train` for a head."""
+
+    method: str
+    recipe: HeadRecipe
+    folder: Path  # of the result
+    start: Path | None = None  # result of the first run, for a second one
+
+    @property
+    def steps(self) -> int:
+        """Number of updates."""
+        return self.recipe.steps if self.start is None else self.recipe.further_steps
+
+
+def list_runs(recipes: Mapping[str, HeadRecipe], target: str, out: Path) -> list[HeadRun]:
+    """Return the runs that the recipes of a target need, in order.
+
+    Args:
+        recipes: recipes by method.
+        target: name of the built-in target.
+        out: folder of the build.
+    """
+    runs = []
+    for method, recipe in recipes.items():
+        name = find_head_folder(method, target)
+        first = out / FIRST_FOLDER / name if recipe.further_steps else None
+        if first is not None:
+            runs.append(HeadRun(method, recipe, first))
+        runs.append(HeadRun(method, recipe, out / name, first))
+    return runs
+
+
 def prepare_code_target(
     out: Path, device: str, train_ids: np.ndarray, log_line: LogLine, heads: HeadsPlan
 ) -> HeadsTarget:
@@ -87,7 +123,7 @@ def prepare_code_target(
     return HeadsTarget(
         name=zoo.DEFAULT_TARGET,
         folder="target",
-        data=DataConfig((str(texts),), (str(out / "held.npy"),)),
+        data=DataConfig((str(texts),), (str(out / "held.npy"),), cache=str(out / TRACES_FOLDER)),
         batch_tokens=OptimizationConfig().batch_tokens,
         prompts=[llm.tokenizer(text).input_ids for text in make_held_out_prompts(heads.prompts)],
         generate="foredraft generate --spec-method",
@@ -115,18 +151,18 @@ def train_heads(
         log_line: called with lines for the user.
         heads: recipes.
     """
-    for method, head in heads.recipes.items():
-        folder = out / find_head_folder(method, target.name)
-        if (folder / "README.md").exists():
+    for run in list_runs(heads.recipes, target.name, out):
+        if (run.folder / CARD_FILE).exists():
             continue
         train(
-            make_plan(method, head, out / target.folder, folder, target.data, target.batch_tokens, device),
+            make_plan(run, target, out, device),
             log_line,
-            lambda status, part=folder.name: report(part, status.step, status.steps, status.loss),  # type: ignore[misc]
+            lambda status, part=run.folder.name: report(part, status.step, status.steps, status.loss),  # type: ignore[misc]
         )
-        _remove_target_path(folder / "config.json")
-        lengths = measure_head(load_target(out / target.folder, device), method, folder, target.prompts, heads.tokens)
-        (folder / "README.md").write_text(render_card(method, head, target, lengths))
+        _remove_target_path(run.folder / "config.json")
+        llm = load_target(out / target.folder, device)
+        lengths = measure_head(llm, run.method, run.folder, target.prompts, heads.tokens)
+        (run.folder / CARD_FILE).write_text(render_card(run, target, lengths))
 
 
 def measure_head(
@@ -165,61 +201,58 @@ def _remove_target_path(config: Path) -> None:
     config.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
 
 
-def make_plan(
-    method: str, head: HeadRecipe, target: Path, folder: Path, data: DataConfig, batch_tokens: int, device: str
-) -> TrainPlan:
-    """Make the plan of the training of one head.
+def make_plan(run: HeadRun, target: HeadsTarget, out: Path, device: str) -> TrainPlan:
+    """Make the plan of a run.
 
     Args:
-        method: drafting method of the head.
-        head: recipe of the head.
-        target: folder of the target; earlier draft models are beside it.
-        folder: folder of the result.
-        data: training data and held-out data.
-        batch_tokens: tokens per step.
+        run: method, recipe and folders.
+        target: target and training data.
+        out: folder of the build, which has the target and the earlier draft models.
         device: device of training.
     """
+    recipe = run.recipe
     steps = OptimizationConfig(
-        steps=head.steps, learning_rate=head.learning_rate, optimizer=head.optimizer, batch_tokens=batch_tokens
+        steps=run.steps,
+        learning_rate=recipe.learning_rate,
+        optimizer=recipe.optimizer,
+        batch_tokens=target.batch_tokens,
     )
     return TrainPlan(
-        method=method,
-        model=str(target),
-        out=folder,
-        data=data,
+        method=run.method,
+        model=str(out / target.folder),
+        out=run.folder,
+        data=target.data,
         steps=steps,
         evaluation=EvaluationConfig(prompts=0),  # `measure_head` measures the figures of the card
-        settings=dict(head.settings) | _build_boost(head, target.parent),
+        settings=dict(recipe.settings) | _build_boost(recipe, out),
+        start=None if run.start is None else str(run.start),
         device=device,
     )
 
 
-def _build_boost(head: HeadRecipe, out: Path) -> dict[str, str]:
+def _build_boost(recipe: HeadRecipe, out: Path) -> dict[str, str]:
     """Return the training setting for the earlier draft models; empty without any."""
-    return {"boost": ",".join(str(out / name) for name in head.boost)} if head.boost else {}
+    return {"boost": ",".join(str(out / name) for name in recipe.boost)} if recipe.boost else {}
 
 
-def render_card(method: str, head: HeadRecipe, target: HeadsTarget, lengths: Mapping[str, Sequence[float]]) -> str:
+def render_card(run: HeadRun, target: HeadsTarget, lengths: Mapping[str, Sequence[float]]) -> str:
     """Return the model card as Markdown.
 
     Args:
-        method: drafting method of the head.
-        head: recipe of the head.
+        run: method and recipe.
         target: target of the head.
         lengths: acceptance lengths by regime, as `measure_head` returns them.
     """
-    settings = "".join(f" --set {key}={value}" for key, value in head.settings.items())
-    settings += "".join(f" --boost {name}" for name in head.boost)
-    title = head.folder or f"{method} head"
-    members = METHOD_SEPARATOR.join([method] * (1 + len(head.boost)))  # the drafter and those that it complements
+    recipe = run.recipe
+    title = recipe.folder or f"{run.method} head"
+    members = METHOD_SEPARATOR.join([run.method] * (1 + len(recipe.boost)))  # the drafter and those that it complements
     lines = [
         f"# Foredraft built-in {title}",
         "",
         f"Drafts for the built-in target `{target.name}`: `{target.generate} {members}`.",
         "",
         f"- Data: {target.data_description}",
-        f"- Recipe: `foredraft train {method}{settings} --steps {head.steps} --optimizer {head.optimizer} "
-        f"--lr {head.learning_rate}`, batches of {target.batch_tokens:,} tokens. `foredraft zoo train` repeats it.",
+        f"- Recipe: {_describe_recipe(run, target)} `foredraft zoo train` repeats it.",
         "",
         f"Acceptance length, bonus included, of its own chains of K tokens after {target.prompts_description}:",
         "output of the target, greedy and sampled at temperature 1 with shared noise (`match`), replayed through the",
@@ -233,3 +266,12 @@ def render_card(method: str, head: HeadRecipe, target: HeadsTarget, lengths: Map
         lines.append(f"| {regime} | " + " | ".join(cells) + " |")
     lines.append("")
     return "\n".join(lines)
+
+
+def _describe_recipe(run: HeadRun, target: HeadsTarget) -> str:
+    recipe = run.recipe
+    settings = "".join(f" --set {key}={value}" for key, value in recipe.settings.items())
+    settings += "".join(f" --boost {name}" for name in recipe.boost)
+    steps = f"--steps {recipe.steps} --optimizer {recipe.optimizer} --lr {recipe.learning_rate}"
+    further = "" if run.start is None else f", then {recipe.further_steps:,} steps from its result with `--start`"
+    return f"`foredraft train {run.method}{settings} {steps}`{further}, batches of {target.batch_tokens:,} tokens."

@@ -134,6 +134,10 @@ class EncoderDecoder(HFModel):
         return head.linear.dense_weight * head.scale
 
     @property
+    def head_bias(self) -> Tensor | None:
+        return self.decoder.head.bias
+
+    @property
     def hidden_size(self) -> int:
         return int(self.model.config.d_model)
 

@@ -26,6 +26,10 @@ class RemoteTracer(Tracer):
         """Fetch what the server's target computes for rows of tokens; arguments and result as in `Tracer`."""
         return self.target.fetch_traces(tokens, self.hidden_layers, self.top)
 
+    def compute_states(self, tokens: Tensor, layers: Sequence[int], sources: tuple[EncoderSource, ...] = ()) -> Tensor:
+        """Fetch states of the server's target; arguments and result as in `Tracer`."""
+        return self.target.fetch_traces(tokens, layers, 1)[0]
+
 
 def make_tracer(target: HFModel, hidden_layers: Sequence[int] = (), top: int | None = None) -> Tracer:
     """Make the tracer of a target, wherever it runs; arguments as of `Tracer`."""
