@@ -112,14 +112,19 @@ def test_an_instruction_set_by_name(monkeypatch: pytest.MonkeyPatch, name: str) 
     assert chosen is not None
     assert chosen.instruction_set == name
     chosen.select()
-    assert chosen.instruction_set == next(one for one in INSTRUCTION_SETS if chosen.is_supported(one))
+    slow = {"avx512bf16"} if "GenuineIntel" in Path("/proc/cpuinfo").read_text() else set()
+    assert chosen.instruction_set == next(
+        one for one in INSTRUCTION_SETS if chosen.is_supported(one) and one not in slow
+    )
 
 
 @NATIVE
 def test_an_instruction_set_that_is_none_is_refused_with_those_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """And what was selected before stays so."""
     monkeypatch.setenv(KERNELS_VARIABLE, "nonsense")
-    message = "no 'nonsense' kernels; use one of amx, avx512bf16, avx512, avx2, portable that it has, or torch"
+    message = (
+        "no 'nonsense' kernels; use one of amx, avx512bf16, avx512vnni, avx512, avx2, portable that it has, or torch"
+    )
     with pytest.raises(ForedraftError, match=message) as caught:
         LLM(tiny(), None, fused=True)
     assert "\n" not in str(caught.value)

@@ -17,7 +17,11 @@ from foredraft.sampling.token_sampler import NO_TOKEN, sample_tokens
 
 LIBRARY = load_library()
 pytestmark = pytest.mark.skipif(LIBRARY is None, reason="the native library is not built")
-SETS = [name for name in ("avx512bf16", "avx512", "avx2", "portable") if LIBRARY and LIBRARY.is_supported(name)]
+SETS = [
+    name
+    for name in ("avx512bf16", "avx512vnni", "avx512", "avx2", "portable")
+    if LIBRARY and LIBRARY.is_supported(name)
+]
 SETTINGS = [
     Sampling(),
     Sampling(temperature=0.3),

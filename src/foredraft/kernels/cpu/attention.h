@@ -8,20 +8,20 @@
 #include "attention_weights.h"
 #include "team.h"
 
-/* Rows of bf16 results, [num_rows, heads, head_dim], with `stride` numbers from row to row; data NULL = none. */
+/* Rows of rounded results, [num_rows, heads, head_dim], with `stride` numbers from row to row; data NULL = none. */
 typedef struct {
-    uint16_t *data;
+    rounded *data;
     long stride;
 } rounded_rows;
 
 #define NOT_ROUNDED ((rounded_rows){0})
 
-/* Writes the results of some rows and the heads of one key head as bf16 too. */
+/* Writes the results of some rows and the heads of one key head rounded too. */
 static void round_results(const fd_attention *a, int first, int count, int kv_head, rounded_rows to) {
     long width = (long)a->heads / a->kv_heads * a->head_dim;
     for (long row = first; to.data && row < first + count; row++) {
         const float *result = a->out + (row * a->kv_heads + kv_head) * width;
-        convert_to_bf16(result, (int)width, to.data + row * to.stride + kv_head * width);
+        round_row(result, (int)width, to.data + row * to.stride + kv_head * width);
     }
 }
 

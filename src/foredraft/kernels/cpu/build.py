@@ -19,10 +19,12 @@ LIBRARY = HERE / "_foredraft.so"
 COMMON_FLAGS = "-O3 -std=c11 -fPIC -ffp-contract=off -fno-math-errno -Wno-psabi -pthread".split()
 AVX2 = "-mavx2 -mfma".split()
 AVX512 = "-mavx512f -mavx512bw -mavx512vl -mavx512dq".split()
-AVX512BF16 = [*AVX2, *AVX512, "-mavx512bf16", "-mavx512vnni"]
+AVX512VNNI = [*AVX2, *AVX512, "-mavx512vnni"]
+AVX512BF16 = [*AVX512VNNI, "-mavx512bf16"]
 X86_SETS = {
     "amx": [*AVX512BF16, "-mamx-tile", "-mamx-bf16"],
     "avx512bf16": AVX512BF16,
+    "avx512vnni": AVX512VNNI,
     "avx512": [*AVX2, *AVX512],
     "avx2": AVX2,
 }

@@ -56,11 +56,13 @@ INLINE long qkv_width(const decoder_shape *s) { return (long)(s->heads + 2 * s->
 INLINE long qkv_room(const decoder_shape *s) {
     return max_long(max_long(qkv_width(s), s->mixer_width), s->has_branch ? s->hidden : 0);
 }
+/* Results of an MLP's first product, as floats or as inputs of the second one. */
+INLINE long inner_room(const decoder_shape *s) { return max_long(s->inner, rounded_bytes(s->inner) / 4); }
 INLINE long attention_room(const decoder_shape *s) { return max_long(attention_width(s), s->mixer_inner); }
 INLINE float *hidden_row(const decoder *d, int row) { return d->hidden + (long)row * d->shape.hidden; }
 
 static int64_t decoder_scratch(const decoder_shape *s, const fd_rows *rows, int threads) {
-    long row = s->input_bytes + 4 * ((long)s->hidden + qkv_room(s) + attention_room(s) + s->inner);
+    long row = s->input_bytes + 4 * ((long)s->hidden + qkv_room(s) + attention_room(s) + inner_room(s));
     return (row + 4 * ROW_LISTS) * rows->num_rows + s->expert_bytes + threads * s->score_bytes + 8 * 64;
 }
 
@@ -72,7 +74,7 @@ static void set_buffers(decoder *d) {
     d->qkv = (float *)align((char *)(d->hidden + rows * s->hidden));
     d->attention = (float *)align((char *)(d->qkv + rows * qkv_room(s)));
     d->inner = (float *)align((char *)(d->attention + rows * attention_room(s)));
-    d->experts = align((char *)(d->inner + rows * s->inner));
+    d->experts = align((char *)(d->inner + rows * inner_room(s)));
     d->lists = (int32_t *)align(d->experts + s->expert_bytes);
     d->scores = align((char *)(d->lists + ROW_LISTS * rows));
 }
@@ -197,7 +199,7 @@ static void gate_attention(const decoder *d, fd_team *team) {
 static void attend_and_project(decoder *d, fd_team *team, const fd_attention *a, const fd_rows *visible, char *scores,
                                const fd_weight *out, epilogue e) {
     int is_direct = is_converted_singly(out, &e.added) && !d->shape.gate_width;
-    rounded_rows to = {.data = is_direct ? (uint16_t *)d->input : NULL, .stride = row_bytes(out) / 2};
+    rounded_rows to = {.data = is_direct ? (rounded *)d->input : NULL, .stride = row_bytes(out) / (long)sizeof(rounded)};
     attend_rows(a, visible, team, scores, to);
     fd_barrier(team);
     if (is_direct) {
@@ -221,10 +223,10 @@ static void mlp_block(decoder *d, fd_team *team, mlp m, fd_norm pre_norm, fd_nor
     to_inner.added = m.added;
     to_inner.mode = m.is_gated ? EPILOGUE_GATE : EPILOGUE_STORE;
     to_inner.activation = m.activation;
-    int fits = m.out->k == inner && row_bytes(m.out) <= 4l * inner;
+    int fits = m.out->k == inner && row_bytes(m.out) <= 4 * inner_room(&d->shape);
     if (m.is_gated && fits && is_converted_singly(m.out, &e.added)) {
         to_inner.is_rounded = 1;
-        to_inner.stride = row_bytes(m.out) / 2;
+        to_inner.stride = row_bytes(m.out) / (long)sizeof(rounded);
         project(d, team, m.in, to_inner);
         matmul(team, m.out, (const char *)d->inner, d->rows->num_rows, &e);
         fd_barrier(team);

@@ -24,7 +24,7 @@ INLINE const fd_low_rank *find_low_rank(const change *c, int place) {
  * ADD to row to_row[row], with the row's own scale. In all of them y includes the bias and what adapters add. */
 typedef struct {
     int mode, activation, n;
-    float *out; /* GATE: bf16 if is_rounded */
+    float *out; /* GATE: `rounded` if is_rounded */
     long stride;
     const float *bias;
     float scale;
@@ -80,7 +80,7 @@ static void apply_epilogue(const epilogue *e, int panel, long row, float *y) {
         long at = row * e->stride + panel * (FD_PANEL / 2);
         for (int i = 0; i < FD_PANEL / 2; i += LANES) {
             vf value = apply_gate(e, load(y + i), load(y + FD_PANEL / 2 + i));
-            if (e->is_rounded) store_bf16((uint16_t *)e->out + at + i, value);
+            if (e->is_rounded) store_rounded((rounded *)e->out + at + i, value);
             else store(e->out + at + i, value);
         }
         return;

@@ -15,8 +15,8 @@ static void convert_row(const fd_weight *w, const float *x, char *to) {
     if (w->kind == FD_F32) {
         memcpy(to, x, (size_t)w->k * 4);
     } else if (w->kind == FD_BF16) {
-        uint16_t *h = (uint16_t *)to;
-        convert_to_bf16(x, w->k, h);
+        rounded *h = (rounded *)to;
+        round_row(x, w->k, h);
         if (w->k & 1) h[w->k] = 0;
     } else {
         quant_prepare(w, x, to);
@@ -25,6 +25,17 @@ static void convert_row(const fd_weight *w, const float *x, char *to) {
 
 #define LINE_VECTORS (64 / (LANES * 4)) /* vectors of a cache line */
 
+#define NEAR_BYTES 1024 /* from the L2 cache to the L1 cache */
+
+/* Fetches what a tile reads `ahead` bytes later into the L2 cache, and what it reads soon into the L1 cache. */
+INLINE void prefetch_step(const char *const *col, int k, long ahead, const int V) {
+    _Pragma("GCC unroll 8") for (int j = 0; j < V; j += LINE_VECTORS) {
+        const char *line = col[j] + (long)k * FD_PANEL * 4;
+        __builtin_prefetch(line + ahead, 0, 2);
+        __builtin_prefetch(line + NEAR_BYTES, 0, 3);
+    }
+}
+
 /* M rows times V vectors of outputs; column j starts at col[j] and advances by a panel's width per step. */
 #define TILE(NAME, WORD, LOAD, BROADCAST, STEP)                                                                        \
     INLINE void NAME(const char *const *col, int steps, const WORD *x, long stride, float *to, long ahead, const int M, \
@@ -32,10 +43,7 @@ static void convert_row(const fd_weight *w, const float *x, char *to) {
         vf acc[ACCUMULATORS];                                                                                          \
         _Pragma("GCC unroll 24") for (int i = 0; i < M * V; i++) acc[i] = (vf){0};                                     \
         for (int k = 0; k < steps; k++) {                                                                              \
-            if (ahead) { /* into the L2 cache */                                                                       \
-                _Pragma("GCC unroll 8") for (int j = 0; j < V; j += LINE_VECTORS)                                      \
-                    __builtin_prefetch(col[j] + ahead + (long)k * FD_PANEL * 4, 0, 2);                                 \
-            }                                                                                                          \
+            if (ahead) prefetch_step(col, k, ahead, V);                                                                \
             _Pragma("GCC unroll 12") for (int m = 0; m < M; m++) {                                                     \
                 _Pragma("GCC unroll 8") for (int j = 0; j < V; j++) acc[m * V + j] = STEP(                             \
                     acc[m * V + j], LOAD((const WORD *)col[j] + (long)k * FD_PANEL), BROADCAST(x[m * stride + k]));    \
@@ -48,8 +56,36 @@ static void convert_row(const fd_weight *w, const float *x, char *to) {
     }
 
 #define MULTIPLY_ADD(acc, w, x) multiply_add(w, x, acc)
-TILE(tile_bf16, uint32_t, load_words, broadcast_words, dot_bf16)
 TILE(tile_f32, float, load, broadcast, MULTIPLY_ADD)
+#if HAS_BF16_PRODUCTS
+TILE(tile_bf16, uint32_t, load_words, broadcast_words, dot_bf16)
+#else
+/* The additions of `dot_bf16`. One half of all pairs comes after the other, so its vectors stay in registers. */
+INLINE void tile_bf16(const char *const *col, int steps, const float *x, long stride, float *to, long ahead,
+                      const int M, const int V) {
+    vf acc[ACCUMULATORS];
+    _Pragma("GCC unroll 24") for (int i = 0; i < M * V; i++) acc[i] = (vf){0};
+    for (int k = 0; k < steps; k++) {
+        if (ahead) prefetch_step(col, k, ahead, V);
+        _Pragma("GCC unroll 2") for (int half = 0; half < 2; half++) {
+            vf w[8];
+            _Pragma("GCC unroll 8") for (int j = 0; j < V; j++) {
+                vu words = load_words((const uint32_t *)col[j] + (long)k * FD_PANEL);
+                w[j] = (vf)(half ? words & 0xffff0000u : words << 16);
+            }
+            _Pragma("GCC unroll 12") for (int m = 0; m < M; m++) {
+                vf value = broadcast(x[m * stride + 2 * k + half]);
+                _Pragma("GCC unroll 8") for (int j = 0; j < V; j++)
+                    acc[m * V + j] = multiply_add(w[j], value, acc[m * V + j]);
+            }
+        }
+    }
+    _Pragma("GCC unroll 12") for (int m = 0; m < M; m++) {
+        _Pragma("GCC unroll 8") for (int j = 0; j < V; j++)
+            store(to + m * 4 * FD_PANEL + j * LANES, acc[m * V + j]);
+    }
+}
+#endif
 
 #define CASES(TILE_, V, M)                                                                                             \
     case (V) * 16 + (M):                                                                                               \
@@ -66,7 +102,12 @@ TILE(tile_f32, float, load, broadcast, MULTIPLY_ADD)
     CASES(T, 2, 4) CASES(T, 2, 5) CASES(T, 2, 6)
 #endif
 
-static void run_bf16(const char *const *col, int steps, const uint32_t *x, long stride, float *to, long ahead, int m,
+#if HAS_BF16_PRODUCTS
+typedef uint32_t bf16_input;
+#else
+typedef float bf16_input;
+#endif
+static void run_bf16(const char *const *col, int steps, const bf16_input *x, long stride, float *to, long ahead, int m,
                      int v) {
     switch (v * 16 + m) { ALL_CASES(tile_bf16) }
 }
@@ -84,14 +125,17 @@ static void multiply_block(const fd_weight *w, const char *x, long stride, int p
         for (int j = 0; j < v; j++)
             col[j] = data + (j0 + j) / PANEL_VECTORS * panel_bytes(w) + (j0 + j) % PANEL_VECTORS * LANES * 4;
         if (w->kind == FD_BF16)
-            run_bf16(col, (w->k + 1) / 2, (const uint32_t *)x, stride / 4, to + j0 * LANES, ahead, m, v);
+            run_bf16(col, (w->k + 1) / 2, (const bf16_input *)x, stride / 4, to + j0 * LANES, ahead, m, v);
         else
             run_f32(col, w->k, (const float *)x, stride / 4, to + j0 * LANES, ahead, m, v);
     }
 }
 
-/* Panels [first, last) of every row. */
-static void multiply_panels(const fd_weight *w, const char *x, int rows, int first, int last, const epilogue *e) {
+#define ROW_BLOCK_BYTES (512 << 10) /* inputs that stay in the L2 cache while a member multiplies its panels */
+
+/* Panels [first, last) of `rows` rows from `from` on. */
+static void multiply_row_block(const fd_weight *w, const char *x, int from, int rows, int first, int last,
+                               const epilogue *e) {
     long stride = row_bytes(w);
     const fd_tuning *tuning = find_tuning(rows);
     int v = rows <= ACCUMULATORS / 8 ? 8 : rows <= ACCUMULATORS / 4 ? 4 : 2;
@@ -108,9 +152,17 @@ static void multiply_panels(const fd_weight *w, const char *x, int rows, int fir
             multiply_block(w, x + r * stride, stride, panel, count, m, vectors, tuning->prefetch, to);
             for (int i = 0; i < m; i++)
                 for (int p = 0; p < count; p++)
-                    apply_epilogue(e, panel + p, r + i, to + i * 4 * FD_PANEL + p * FD_PANEL);
+                    apply_epilogue(e, panel + p, from + r + i, to + i * 4 * FD_PANEL + p * FD_PANEL);
         }
     }
+}
+
+/* Panels [first, last) of every row. */
+static void multiply_panels(const fd_weight *w, const char *x, int rows, int first, int last, const epilogue *e) {
+    int tile = ACCUMULATORS / 2, block = (int)(ROW_BLOCK_BYTES / row_bytes(w)) / tile * tile;
+    if (block < tile) block = tile;
+    for (int r = 0; r < rows; r += block)
+        multiply_row_block(w, x + r * row_bytes(w), r, rows - r < block ? rows - r : block, first, last, e);
 }
 
 INLINE int count_panels(const fd_weight *w) { return (w->n + FD_PANEL - 1) / FD_PANEL; }

@@ -33,9 +33,12 @@ INLINE long quant_panel_bytes(const fd_weight *w) {
 /* Tuning of a product of so many rows. */
 INLINE const fd_tuning *find_tuning(int rows) { return &fd_tuned[rows == 1 ? 0 : rows <= 4 ? 1 : 2]; }
 
+/* Bytes of one row of inputs of a bf16 product. A line more than needed keeps rows from sharing the sets of a cache. */
+INLINE long rounded_bytes(long k) { return ((k + 1) / 2 * 2 * (long)sizeof(rounded) + 127) / 64 * 64; }
+
 /* Bytes of one row of activations. */
 INLINE long row_bytes(const fd_weight *w) {
-    if (w->kind == FD_BF16) return ((long)w->k * 2 + 127) / 64 * 64;
+    if (w->kind == FD_BF16) return rounded_bytes(w->k);
     if (w->kind == FD_F32) return ((long)w->k * 4 + 63) / 64 * 64;
     return quant_row_bytes(w);
 }

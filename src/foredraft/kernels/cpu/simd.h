@@ -23,6 +23,11 @@
 #define LANES 4
 #define ACCUMULATORS 12
 #endif
+#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC) || defined(FD_AMX_EMULATED)
+#define HAS_BF16_PRODUCTS 1
+#else
+#define HAS_BF16_PRODUCTS 0
+#endif
 #define INLINE static inline __attribute__((always_inline))
 
 typedef float vf __attribute__((vector_size(LANES * 4)));
@@ -129,6 +134,22 @@ INLINE void convert_to_bf16(const float *x, int n, uint16_t *out) {
     int i = 0;
     for (; i + LANES <= n; i += LANES) store_bf16(out + i, load(x + i));
     for (; i < n; i++) out[i] = float_to_bf16(x[i]);
+}
+
+/* Inputs of products with bf16 weights: bf16, or the same values as floats where the products are those of floats. */
+#if HAS_BF16_PRODUCTS
+typedef uint16_t rounded;
+INLINE void store_rounded(rounded *p, vf x) { store_bf16(p, x); }
+INLINE rounded round_float(float x) { return float_to_bf16(x); }
+#else
+typedef float rounded;
+INLINE void store_rounded(rounded *p, vf x) { store(p, (vf)(__builtin_convertvector(to_bf16(x), vu) << 16)); }
+INLINE rounded round_float(float x) { return bf16_to_float(float_to_bf16(x)); }
+#endif
+INLINE void round_row(const float *x, int n, rounded *out) {
+    int i = 0;
+    for (; i + LANES <= n; i += LANES) store_rounded(out + i, load(x + i));
+    for (; i < n; i++) out[i] = round_float(x[i]);
 }
 
 /* acc + w.low * x.low + w.high * x.high, w and x pairs of bf16. */
