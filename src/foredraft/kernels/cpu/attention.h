@@ -3,6 +3,7 @@
 #define FD_ATTENTION_H
 
 #include "attention_block.h"
+#include "attention_rows.h"
 #include "attention_tiles.h"
 #include "attention_vectors.h"
 #include "attention_weights.h"
@@ -66,6 +67,17 @@ static void attend_block(const fd_attention *a, const fd_rows *rows, int first, 
     }
 }
 
+#else
+
+INLINE int can_use_blocks(const fd_attention *a) { return (void)a, 0; }
+INLINE int limit_queries(const fd_rows *rows, int group) { return (void)rows, (void)group, 0; }
+INLINE long block_scratch(const fd_rows *rows, int group) { return (void)rows, (void)group, 0; }
+INLINE void attend_block(const fd_attention *a, const fd_rows *rows, int first, int count, int kv_head, char *scratch) {
+    (void)a, (void)rows, (void)first, (void)count, (void)kv_head, (void)scratch; /* never called */
+}
+
+#endif
+
 /* Whether a row has the committed tokens of the row before, or, without any, a path from the same root. */
 INLINE int continues_request(const fd_rows *rows, int row) {
     const int32_t *path = rows->path_slots + rows->path_offset[row], *before = rows->path_slots + rows->path_offset[row - 1];
@@ -74,9 +86,10 @@ INLINE int continues_request(const fd_rows *rows, int row) {
     return rows->num_committed[row] || (rows->path_length[row] && rows->path_length[row - 1] && *path == *before);
 }
 
-/* Most rows of a block: as many as tiles hold, but enough blocks for all members. */
+/* Most rows of a block: as many as it holds, but enough blocks for all members. */
 static int limit_rows(const fd_attention *a, const fd_rows *rows, int members) {
-    int group = a->heads / a->kv_heads, fitting = limit_queries(rows, group) / group;
+    int group = a->heads / a->kv_heads;
+    int fitting = can_use_blocks(a) ? limit_queries(rows, group) / group : limit_block_rows(rows, group);
     int sharing = rows->num_rows * a->kv_heads / (2 * members);
     int limit = fitting < sharing ? fitting : sharing;
     return limit > 1 ? limit : 1;
@@ -91,45 +104,24 @@ static int find_blocks(const fd_attention *a, const fd_rows *rows, int members, 
     return count;
 }
 
-static void attend_in_blocks(const fd_attention *a, const fd_rows *rows, fd_team *team, char *scratch,
-                             rounded_rows to) {
-    int32_t *first = (int32_t *)scratch;
-    int blocks = find_blocks(a, rows, atomic_load(&team->size), first);
-    char *rest = scratch + (4l * rows->num_rows + 4 + 63) / 64 * 64;
-    FOR_EACH_ITEM(i, blocks * a->kv_heads) {
-        int from = first[i / a->kv_heads], count = first[i / a->kv_heads + 1] - from;
-        attend_block(a, rows, from, count, i % a->kv_heads, rest);
-        round_results(a, from, count, i % a->kv_heads, to);
-    }
-}
-
-#else
-
-INLINE int can_use_blocks(const fd_attention *a) { return (void)a, 0; }
-INLINE long block_scratch(const fd_rows *rows, int group) { return (void)rows, (void)group, 0; }
-INLINE void attend_in_blocks(const fd_attention *a, const fd_rows *rows, fd_team *team, char *scratch,
-                             rounded_rows to) {
-    (void)a, (void)rows, (void)team, (void)scratch, (void)to; /* never called */
-}
-
-#endif
-
 /* Bytes of scratch memory per member. */
 INLINE long attention_scratch(const fd_rows *rows, int group) {
-    long by_rows = row_scratch(rows, group), by_blocks = block_scratch(rows, group) + 4l * rows->num_rows + 128;
-    return ((by_rows > by_blocks ? by_rows : by_blocks) + 63) / 64 * 64 + 64;
+    long by_blocks = max_long(block_scratch(rows, group), row_block_scratch(rows, group)) + 4l * rows->num_rows + 128;
+    return (max_long(row_scratch(rows, group), by_blocks) + 63) / 64 * 64 + 64;
 }
 
 /* Attention of every row; the members share the work. The results are written to `to` as well. */
 static void attend_rows(const fd_attention *a, const fd_rows *rows, fd_team *team, char *scratch, rounded_rows to) {
-    if (can_use_blocks(a)) {
-        attend_in_blocks(a, rows, team, scratch, to);
-        return;
-    }
-    FOR_EACH_ITEM(i, rows->num_rows * a->kv_heads) {
-        int row = i / a->kv_heads, kv_head = i % a->kv_heads;
-        attend_row(a, rows, row, kv_head, scratch);
-        round_results(a, row, 1, kv_head, to);
+    int32_t *first = (int32_t *)scratch;
+    int has_tiles = can_use_blocks(a), blocks = find_blocks(a, rows, atomic_load(&team->size), first);
+    char *rest = scratch + (4l * rows->num_rows + 4 + 63) / 64 * 64;
+    FOR_EACH_ITEM(i, blocks * a->kv_heads) {
+        int from = first[i / a->kv_heads], count = first[i / a->kv_heads + 1] - from, kv_head = i % a->kv_heads;
+        if (has_tiles) attend_block(a, rows, from, count, kv_head, rest);
+        else if (count > 1 && is_by_floats(a)) attend_row_block(a, rows, from, count, kv_head, rest);
+        else
+            for (int row = from; row < from + count; row++) attend_row(a, rows, row, kv_head, rest);
+        round_results(a, from, count, kv_head, to);
     }
 }
 

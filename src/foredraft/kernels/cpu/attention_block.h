@@ -71,26 +71,9 @@ INLINE void fill_scales(const query_block *b, const void *pool, const int32_t *s
         scales[i] = *head_scale(pool, slots[i], b->a->kv_heads, b->a->head_dim, b->kv_head);
 }
 
-/* Row of the block with the most keys. */
-static int find_longest(const query_block *b) {
-    int longest = b->first_row;
-    for (int r = b->first_row; r < b->first_row + b->num_rows; r++)
-        if (count_keys(b->rows, r) >= count_keys(b->rows, longest)) longest = r;
-    return longest;
-}
-
-/* Keys of the path of `row` that are also those of `other`. */
-static int count_common(const fd_rows *rows, int row, int other) {
-    const int32_t *a = rows->path_slots + rows->path_offset[row], *b = rows->path_slots + rows->path_offset[other];
-    int count = 0, length = rows->path_length[row];
-    if (a == b) return length;
-    while (count < length && a[count] == b[count]) count++;
-    return count;
-}
-
 static void find_ranges(query_block *b) {
     const fd_rows *rows = b->rows;
-    int longest = find_longest(b), lo = count_keys(rows, longest);
+    int longest = find_longest(rows, b->first_row, b->num_rows), lo = count_keys(rows, longest);
     for (int r = 0; r < b->num_rows; r++) {
         int from = first_key(b->a, b->first_row + r, count_keys(rows, b->first_row + r));
         if (from < lo) lo = from;

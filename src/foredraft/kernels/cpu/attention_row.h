@@ -31,6 +31,23 @@ INLINE void find_slots(const fd_rows *rows, int row, int from, int to, int32_t *
     for (; rank < to; rank++) slots[rank - from] = path[rank - num_committed];
 }
 
+/* Row with the most keys, of `count` rows. */
+INLINE int find_longest(const fd_rows *rows, int first, int count) {
+    int longest = first;
+    for (int r = first; r < first + count; r++)
+        if (count_keys(rows, r) >= count_keys(rows, longest)) longest = r;
+    return longest;
+}
+
+/* Keys of the path of `row` that are also those of `other`. */
+INLINE int count_common(const fd_rows *rows, int row, int other) {
+    const int32_t *a = rows->path_slots + rows->path_offset[row], *b = rows->path_slots + rows->path_offset[other];
+    int count = 0, length = rows->path_length[row];
+    if (a == b) return length;
+    while (count < length && a[count] == b[count]) count++;
+    return count;
+}
+
 /* Consecutive keys are cache lines apart, and the processor does not predict the next address. */
 INLINE void prefetch_head(const void *p, long at, int dim, const int kind) {
     const char *first = (const char *)p + at * number_bytes(kind);

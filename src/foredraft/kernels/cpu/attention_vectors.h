@@ -50,14 +50,17 @@ INLINE void score_keys(const float *q, const void *keys, const int32_t *slots, i
     for (int g = 0; g < G; g++) reduce_sum_16(part[g], to + g * to_stride);
 }
 
-/* Weighted sum of the values, for G query heads and V vectors of columns. */
-INLINE void sum_values(const float *weight, long weight_stride, const void *values, const int32_t *slots, int count,
-                       long stride, long head, const int kind, float *to, int dim, const int G, const int V) {
+/* Adds the weighted values to `to`, for G query heads and V vectors of columns. */
+INLINE void add_up_values(const float *weight, long weight_stride, const void *values, const int32_t *slots, int count,
+                          long stride, long head, const int kind, float *to, int dim, const int prefetches,
+                          const int G, const int V) {
     vf acc[HEAD_BLOCK * VALUE_BLOCK / LANES];
-    _Pragma("GCC unroll 16") for (int i = 0; i < G * V; i++) acc[i] = (vf){0};
+    _Pragma("GCC unroll 4") for (int g = 0; g < G; g++) {
+        _Pragma("GCC unroll 16") for (int j = 0; j < V; j++) acc[g * V + j] = load(to + g * dim + j * LANES);
+    }
     for (int r = 0; r < count; r++) {
         long at = slots[r] * stride + head;
-        if (r + PREFETCH_KEYS < count)
+        if (prefetches && r + PREFETCH_KEYS < count)
             prefetch_head(values, slots[r + PREFETCH_KEYS] * stride + head, V * LANES, kind);
         _Pragma("GCC unroll 16") for (int j = 0; j < V; j++) {
             vf v = load_kv(values, at + j * LANES, kind);
@@ -68,6 +71,15 @@ INLINE void sum_values(const float *weight, long weight_stride, const void *valu
     _Pragma("GCC unroll 4") for (int g = 0; g < G; g++) {
         _Pragma("GCC unroll 16") for (int j = 0; j < V; j++) store(to + g * dim + j * LANES, acc[g * V + j]);
     }
+}
+
+/* Weighted sum of the values, for G query heads and V vectors of columns. */
+INLINE void sum_values(const float *weight, long weight_stride, const void *values, const int32_t *slots, int count,
+                       long stride, long head, const int kind, float *to, int dim, const int G, const int V) {
+    _Pragma("GCC unroll 4") for (int g = 0; g < G; g++) {
+        _Pragma("GCC unroll 16") for (int j = 0; j < V; j++) store(to + g * dim + j * LANES, (vf){0});
+    }
+    add_up_values(weight, weight_stride, values, slots, count, stride, head, kind, to, dim, 1, G, V);
 }
 
 #define SCORE(G)                                                                                                       \
@@ -237,9 +249,18 @@ INLINE long row_scratch(const fd_rows *rows, int group) {
     return ranks * 4 * (1 + group);
 }
 
+/* Whether keys and values are read as floats. */
+INLINE int is_by_floats(const fd_attention *a) {
+#ifdef __AVX512BF16__
+    return a->kv_kind != FD_KV_BF16 || a->head_dim % 32 != 0;
+#else
+    return (void)a, 1;
+#endif
+}
+
 static void attend_row(const fd_attention *a, const fd_rows *rows, int row, int kv_head, char *scratch) {
 #ifdef __AVX512BF16__
-    if (a->kv_kind == FD_KV_BF16 && a->head_dim % 32 == 0) {
+    if (!is_by_floats(a)) {
         attend_bf16(a, rows, row, kv_head, scratch);
         return;
     }

@@ -22,7 +22,6 @@
 enum { ROW_LISTS = 5 }; /* lists that describe the rows that narrow.h keeps */
 
 INLINE char *align(char *p) { return (char *)(((uintptr_t)p + 63) & ~(uintptr_t)63); }
-INLINE long max_long(long a, long b) { return a > b ? a : b; }
 
 typedef struct {
     int hidden, heads, kv_heads, head_dim, inner, kv_kind, has_branch;
