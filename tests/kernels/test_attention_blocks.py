@@ -17,7 +17,7 @@ from foredraft.models.forward_batch import Span
 from tests.support.library_setups import EACH_SET, EMULATED, NATIVE, THREAD_SETUPS, make_normal, use_library
 
 pytestmark = NATIVE
-PAGE_SIZE, OTHER_PAGE_SIZE, SLOTS = 16, 5, 1200
+PAGE_SIZE, OTHER_PAGE_SIZE, SLOTS = 16, 5, 2600
 FORMATS = ("bf16", "fp32", "int8")
 EACH_FORMAT = pytest.mark.parametrize("form", FORMATS)
 
@@ -121,6 +121,9 @@ CASES = {
     "17 rows with their own heads, 96 wide": BlockCase(17, 37, heads=(3, 3, 96)),
     "tree of 17, 80 wide": BlockCase(17, 37, is_tree=True, heads=(6, 2, 80)),
     "tree of 8, 16 wide": BlockCase(8, 37, is_tree=True, heads=(10, 2, 16)),
+    "5 rows, 128 wide": BlockCase(5, 100, heads=(7, 1, 128)),
+    "tree of 8 over many keys": BlockCase(8, 2101, is_tree=True),
+    "6 rows over many keys, window": BlockCase(6, 2300, sliding=2111, heads=(5, 1, 64)),
 }
 
 

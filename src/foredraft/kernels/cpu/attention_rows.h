@@ -61,8 +61,9 @@ static void find_parts(row_block *b) {
     b->lo = b->hi;
     for (int r = 0; r < b->num_rows; r++) {
         int row = b->first_row + r, to = count_keys(rows, row), from = first_key(b->a, row, to);
-        int shared = rows->num_committed[row] + count_common(rows, row, longest);
-        b->parts[r] = (row_part){from, shared > from ? shared : from, to};
+        int shared = rows->num_committed[row] + count_common(rows, row, longest) - from;
+        if (!is_by_floats(b->a)) shared = shared / 2 * 2; /* values are added in pairs */
+        b->parts[r] = (row_part){from, shared > 0 ? from + shared : from, to};
         if (from < b->lo) b->lo = from;
         if (to - from > most) most = to - from;
     }
@@ -206,6 +207,18 @@ static void scale_scores(const row_block *b, int row, const void *pool, const fl
     apply_scales(b->a, pool, b->own_slots, part.to - part.shared, b->kv_head, s + shared);
 }
 
+/* Weights from exponentials, in the format in which values are added up. */
+INLINE void store_row_weights(const fd_attention *a, float *s, int count, float factor) {
+#ifdef __AVX512BF16__
+    if (!is_by_floats(a)) {
+        convert_weights_to_bf16(s, count, factor);
+        return;
+    }
+#endif
+    (void)a;
+    for (int i = 0; i < count; i += LANES) store(s + i, load(s + i) * factor);
+}
+
 static void weigh_rows(const row_block *b) {
     const fd_attention *a = b->a;
     int is_coded = a->kv_kind == FD_KV_INT8;
@@ -216,8 +229,8 @@ static void weigh_rows(const row_block *b) {
             float *s = find_scores(b, r, h);
             if (is_coded) scale_scores(b, r, a->keys, b->scales[0], s);
             int head = b->kv_head * (a->heads / a->kv_heads) + b->first_head + h;
-            vf factor = broadcast(weigh_head(a, b->rows, b->first_row + r, head, s, 0, count));
-            for (int i = 0; i < count; i += LANES) store(s + i, load(s + i) * factor);
+            float factor = weigh_head(a, b->rows, b->first_row + r, head, s, 0, count);
+            store_row_weights(a, s, count, factor);
             if (is_coded) scale_scores(b, r, a->values, b->scales[1], s);
         }
     }
@@ -284,6 +297,83 @@ INLINE void attend_rows_of(row_block *b, const int kind) {
     sum_rows(b, places, chunk, kind);
 }
 
+#ifdef __AVX512BF16__
+/* Scores of a row and `count` keys, and with the weights that they become, the sums of values. */
+static void score_slots_bf16(const row_block *b, int row, const uint16_t *q, const int32_t *slots, int count, float *to) {
+    const fd_attention *a = b->a;
+    const int dim = a->head_dim;
+    const long stride = slot_stride(FD_KV_BF16, a->kv_heads, dim), head = (long)b->kv_head * dim;
+    q += (long)row * b->heads * dim;
+    for (int i = 0; i < count; i += KEY_BLOCK) {
+        switch (b->heads) {
+#define CASE(G)                                                                                                        \
+    case G:                                                                                                            \
+        score_keys_bf16(q, a->keys, slots + i, count - i, stride, head, dim, to + i, b->ranks, G);                     \
+        break;
+            CASE(1) CASE(2) CASE(3) CASE(4)
+#undef CASE
+        }
+    }
+}
+
+static void sum_slots_bf16(const row_block *b, int row, const int32_t *slots, int first, int count, int is_last) {
+    const fd_attention *a = b->a;
+    const int dim = a->head_dim;
+    const long stride = slot_stride(FD_KV_BF16, a->kv_heads, dim), head = (long)b->kv_head * dim;
+    const uint16_t *weight = (const uint16_t *)find_scores(b, row, 0) + first;
+    float *out = a->out + find_row(b, row);
+    for (int d = 0; d < dim; d += dim - d >= VALUE_BLOCK ? VALUE_BLOCK : 32) {
+        switch (b->heads) {
+#define CASE(G)                                                                                                        \
+    case G:                                                                                                            \
+        if (dim - d >= VALUE_BLOCK)                                                                                    \
+            add_up_values_bf16(weight, 2 * b->ranks, a->values, slots, count, stride, head + d, out + d, dim, is_last, \
+                               G, 4);                                                                                  \
+        else                                                                                                           \
+            add_up_values_bf16(weight, 2 * b->ranks, a->values, slots, count, stride, head + d, out + d, dim, is_last, \
+                               G, 2);                                                                                  \
+        break;
+            CASE(1) CASE(2) CASE(3) CASE(4)
+#undef CASE
+        }
+    }
+}
+
+/* First of the ranks from `rank` on that begins a pair of a row's keys. */
+INLINE int find_pair(row_part part, int rank) { return rank + ((rank - part.from) & 1); }
+
+static void attend_rows_of_bf16(row_block *b) {
+    const fd_attention *a = b->a;
+    const int dim = a->head_dim, width = b->heads * dim;
+    uint16_t q[b->num_rows * width];
+    for (int r = 0; r < b->num_rows; r++) convert_to_bf16(a->query + find_row(b, r), width, q + (long)r * width);
+    for (int first = b->lo; first < b->hi; first += CHUNK_KEYS) {
+        for (int r = 0; r < b->num_rows; r++) {
+            row_part seen = cut_part(b->parts[r], first, first + CHUNK_KEYS);
+            if (seen.from < seen.to)
+                score_slots_bf16(b, r, q, b->slots + seen.from - b->lo, seen.to - seen.from,
+                                 find_scores(b, r, 0) + seen.from - b->parts[r].from);
+        }
+    }
+    for (int r = 0; r < b->num_rows; r++) {
+        row_part part = b->parts[r];
+        int own = find_own_slots(b, r);
+        score_slots_bf16(b, r, q, b->own_slots, own, find_scores(b, r, 0) + part.shared - part.from);
+        memset(a->out + find_row(b, r), 0, 4ul * width);
+    }
+    weigh_rows(b);
+    for (int first = b->lo; first < b->hi; first += CHUNK_KEYS) {
+        for (int r = 0; r < b->num_rows; r++) {
+            row_part part = b->parts[r], seen = cut_part(part, find_pair(part, first), find_pair(part, first + CHUNK_KEYS));
+            if (seen.from < seen.to)
+                sum_slots_bf16(b, r, b->slots + seen.from - b->lo, seen.from - part.from, seen.to - seen.from, 0);
+        }
+    }
+    for (int r = 0; r < b->num_rows; r++)
+        sum_slots_bf16(b, r, b->own_slots, b->parts[r].shared - b->parts[r].from, find_own_slots(b, r), 1);
+}
+#endif
+
 /* Attention of `count` rows and one key head. */
 static void attend_row_block(const fd_attention *a, const fd_rows *rows, int first, int count, int kv_head,
                              char *scratch) {
@@ -296,6 +386,12 @@ static void attend_row_block(const fd_attention *a, const fd_rows *rows, int fir
     find_parts(&b);
     for (b.first_head = 0; b.first_head < group; b.first_head += HEAD_BLOCK) {
         b.heads = group - b.first_head < HEAD_BLOCK ? group - b.first_head : HEAD_BLOCK;
+#ifdef __AVX512BF16__
+        if (!is_by_floats(a)) {
+            attend_rows_of_bf16(&b);
+            continue;
+        }
+#endif
         if (a->kv_kind == FD_KV_INT8) attend_rows_of(&b, FD_KV_INT8);
         else if (a->kv_kind == FD_KV_BF16) attend_rows_of(&b, FD_KV_BF16);
         else attend_rows_of(&b, FD_KV_F32);

@@ -163,11 +163,24 @@ INLINE void score_keys_bf16(const uint16_t *q, const uint16_t *keys, const int32
     for (int g = 0; g < G; g++) reduce_sum_16(part[g], to + g * to_stride);
 }
 
-/* Two keys and 64 columns at a time; the values are paired in the processor's interleaving order. */
-INLINE void sum_values_bf16(const uint16_t *weight, long weight_stride, const uint16_t *values, const int32_t *slots,
-                            int count, long stride, long head, float *to, int dim, const int G, const int V) {
-    __m512 acc[HEAD_BLOCK * 4];
-    _Pragma("GCC unroll 16") for (int i = 0; i < G * V; i++) acc[i] = _mm512_setzero_ps();
+/* Puts sums of 32 columns in the processor's interleaving order into that of the columns. */
+INLINE void order_columns(float *to, vf *low_half, vf *high_half) {
+    const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+    const __m512i second = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
+    __m512 low = (__m512)*low_half, high = (__m512)*high_half;
+    _mm512_storeu_ps(to, _mm512_permutex2var_ps(low, first, high));
+    _mm512_storeu_ps(to + LANES, _mm512_permutex2var_ps(low, second, high));
+}
+
+/* Adds weighted values to `to`, two keys and V vectors of columns at a time. The columns of the sums are in the
+ * processor's interleaving order; `is_last` puts them into their own. */
+INLINE void add_up_values_bf16(const uint16_t *weight, long weight_stride, const uint16_t *values, const int32_t *slots,
+                               int count, long stride, long head, float *to, int dim, int is_last, const int G,
+                               const int V) {
+    vf acc[HEAD_BLOCK * 4];
+    _Pragma("GCC unroll 4") for (int g = 0; g < G; g++) {
+        _Pragma("GCC unroll 4") for (int j = 0; j < V; j++) acc[g * V + j] = load(to + g * dim + j * LANES);
+    }
     for (int r = 0; r < count; r += 2) {
         const uint16_t *a = values + slots[r] * stride + head;
         const uint16_t *b = values + slots[r + 1 < count ? r + 1 : r] * stride + head;
@@ -177,23 +190,29 @@ INLINE void sum_values_bf16(const uint16_t *weight, long weight_stride, const ui
         }
         _Pragma("GCC unroll 4") for (int j = 0; j < V; j += 2) {
             __m512i x = _mm512_loadu_si512(a + j * LANES), y = _mm512_loadu_si512(b + j * LANES);
-            __m512bh low = (__m512bh)_mm512_unpacklo_epi16(x, y), high = (__m512bh)_mm512_unpackhi_epi16(x, y);
+            vu low = (vu)_mm512_unpacklo_epi16(x, y), high = (vu)_mm512_unpackhi_epi16(x, y);
             _Pragma("GCC unroll 4") for (int g = 0; g < G; g++) {
-                __m512bh w = (__m512bh)broadcast_words(*(const uint32_t *)(weight + g * weight_stride + r));
-                acc[g * V + j] = _mm512_dpbf16_ps(acc[g * V + j], low, w);
-                acc[g * V + j + 1] = _mm512_dpbf16_ps(acc[g * V + j + 1], high, w);
+                vu w = broadcast_words(*(const uint32_t *)(weight + g * weight_stride + r));
+                acc[g * V + j] = dot_bf16(acc[g * V + j], low, w);
+                acc[g * V + j + 1] = dot_bf16(acc[g * V + j + 1], high, w);
             }
         }
     }
-    const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
-    const __m512i second = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
     _Pragma("GCC unroll 4") for (int g = 0; g < G; g++) {
-        _Pragma("GCC unroll 4") for (int j = 0; j < V; j += 2) {
-            __m512 low = acc[g * V + j], high = acc[g * V + j + 1];
-            _mm512_storeu_ps(to + g * dim + j * LANES, _mm512_permutex2var_ps(low, first, high));
-            _mm512_storeu_ps(to + g * dim + (j + 1) * LANES, _mm512_permutex2var_ps(low, second, high));
+        _Pragma("GCC unroll 4") for (int j = 0; j < V; j++) {
+            if (!is_last) store(to + g * dim + j * LANES, acc[g * V + j]);
+            else if (j % 2 == 0) order_columns(to + g * dim + j * LANES, &acc[g * V + j], &acc[g * V + j + 1]);
         }
     }
+}
+
+/* Weighted sum of the values, for G query heads and V vectors of columns. */
+INLINE void sum_values_bf16(const uint16_t *weight, long weight_stride, const uint16_t *values, const int32_t *slots,
+                            int count, long stride, long head, float *to, int dim, const int G, const int V) {
+    _Pragma("GCC unroll 4") for (int g = 0; g < G; g++) {
+        _Pragma("GCC unroll 4") for (int j = 0; j < V; j++) store(to + g * dim + j * LANES, (vf){0});
+    }
+    add_up_values_bf16(weight, weight_stride, values, slots, count, stride, head, to, dim, 1, G, V);
 }
 
 /* In place: `count` weights, times a factor, as bf16 at the start of their floats; after an odd count a zero follows. */
