@@ -93,9 +93,9 @@ TARGET_RECIPE = LlamaRecipe(
     stages=(TrainStage(6, 256, 4600), TrainStage(12, 256, 1400)),
     cycles=((TrainStage(12, 512, 1050), TrainStage(12, 1024, 350)),),
 )  # fmt: skip
-# 120 M tokens
+# 113 M tokens
 DRAFT_RECIPE = LlamaRecipe(
     hidden=256, intermediate=448, heads=4, kv_heads=2, learning_rate=3e-3,
     stages=(TrainStage(2, 256, 9800),),
-    cycles=((TrainStage(2, 256, 1700), TrainStage(2, 1024, 700)),),
+    cycles=((TrainStage(2, 256, 1150), TrainStage(2, 1024, 350)),),
 )  # fmt: skip

@@ -67,7 +67,7 @@ METHOD = Method(
     built_in=BuiltIn(
         {zoo.DEFAULT_TARGET: "blockwise", zoo.SEQ2SEQ_TARGET: "seq2seq_blockwise"},
         {
-            zoo.DEFAULT_TARGET: HeadRecipe(1500, {"heads": "3", "inner": "192", "decay": "0.8"}),
+            zoo.DEFAULT_TARGET: HeadRecipe(500, {"heads": "3", "inner": "192", "decay": "0.8"}, further_steps=450),
             zoo.SEQ2SEQ_TARGET: HeadRecipe(900, {"heads": "7", "inner": "192"}),
         },
     ),

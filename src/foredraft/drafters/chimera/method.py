@@ -33,7 +33,7 @@ METHOD = Method(
     training=Training(TrainConfig, create_trainee),
     built_in=BuiltIn(
         {zoo.DEFAULT_TARGET: "chimera"},
-        {zoo.DEFAULT_TARGET: HeadRecipe(1000, {"heads": "2", "intermediate": "224", "steps": "4"})},
+        {zoo.DEFAULT_TARGET: HeadRecipe(300, {"heads": "2", "intermediate": "224", "steps": "4"}, further_steps=400)},
     ),
     variants=VARIANTS,
 )

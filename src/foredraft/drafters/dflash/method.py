@@ -47,7 +47,7 @@ METHOD = Method(
         {zoo.DEFAULT_TARGET: "dflash"},
         {
             zoo.DEFAULT_TARGET: HeadRecipe(  # 2.4 M parameters, with DSpark's Markov head
-                1800, {"loss": "kl", "taps": "2,6,9", "intermediate": "384", "markov_rank": "32"}
+                800, {"loss": "kl", "taps": "2,6,9", "intermediate": "384", "markov_rank": "32"}, further_steps=600
             )
         },
     ),

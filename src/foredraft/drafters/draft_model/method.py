@@ -122,7 +122,7 @@ METHOD = Method(
         {zoo.DEFAULT_TARGET: "draft", zoo.SEQ2SEQ_TARGET: "seq2seq_draft"},
         {
             zoo.DEFAULT_TARGET: HeadRecipe(  # 1.2 M parameters
-                1500, {"layers": "1", "hidden": "192"}, folder="draft_2", boost=("draft",)
+                700, {"layers": "1", "hidden": "192"}, folder="draft_2", boost=("draft",), further_steps=400
             )
         },
         further={zoo.DEFAULT_TARGET: ("draft_2",)},

@@ -50,7 +50,7 @@ METHOD = Method(
     built_in=BuiltIn(
         {zoo.DEFAULT_TARGET: "eagle", zoo.SEQ2SEQ_TARGET: "seq2seq_eagle"},
         {
-            zoo.DEFAULT_TARGET: HeadRecipe(1800, {"steps": "2"}),
+            zoo.DEFAULT_TARGET: HeadRecipe(700, {"steps": "2"}, further_steps=450),
             zoo.SEQ2SEQ_TARGET: HeadRecipe(900, {"steps": "2"}),
         },
     ),

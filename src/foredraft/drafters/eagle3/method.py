@@ -96,7 +96,9 @@ METHOD = Method(
     ),
     training=Training(TrainConfig, create_trainee),
     # 1500 updates; the setting `steps` of this method is the number of unrolled steps
-    built_in=BuiltIn({zoo.DEFAULT_TARGET: "eagle3"}, {zoo.DEFAULT_TARGET: HeadRecipe(2500, {"steps": "4"})}),
+    built_in=BuiltIn(
+        {zoo.DEFAULT_TARGET: "eagle3"}, {zoo.DEFAULT_TARGET: HeadRecipe(1500, {"steps": "4"}, further_steps=800)}
+    ),
     counterparts={
         "vllm": Counterpart(
             "eagle3", export="vllm", options={"parallel": set_as("parallel_drafting")}, settings=VLLM_SAMPLED

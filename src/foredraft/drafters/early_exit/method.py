@@ -74,7 +74,7 @@ METHOD = Method(
     training=Training(TrainConfig, create_trainee),
     built_in=BuiltIn(
         {zoo.DEFAULT_TARGET: "early_exit"},
-        {zoo.DEFAULT_TARGET: HeadRecipe(1200, {"exit_layer": "6"}, learning_rate=0.04)},
+        {zoo.DEFAULT_TARGET: HeadRecipe(600, {"exit_layer": "6"}, learning_rate=0.04)},
     ),
     variants=VARIANTS,
 )

@@ -102,7 +102,7 @@ METHOD = Method(
     training=Training(TrainConfig, create_trainee),
     built_in=BuiltIn(
         {zoo.DEFAULT_TARGET: "hydra"},
-        {zoo.DEFAULT_TARGET: HeadRecipe(1500, {"heads": "3", "own_head": "false", "rank": "320"})},
+        {zoo.DEFAULT_TARGET: HeadRecipe(500, {"heads": "3", "own_head": "false", "rank": "320"}, further_steps=450)},
     ),
     variants=VARIANTS,
 )

@@ -82,7 +82,7 @@ METHOD = Method(
     built_in=BuiltIn(
         {zoo.DEFAULT_TARGET: "medusa", zoo.SEQ2SEQ_TARGET: "seq2seq_medusa"},
         {
-            zoo.DEFAULT_TARGET: HeadRecipe(1500, {"own_head": "false", "layers": "2"}),
+            zoo.DEFAULT_TARGET: HeadRecipe(450, {"own_head": "false", "layers": "2"}, further_steps=450),
             zoo.SEQ2SEQ_TARGET: HeadRecipe(900, {"own_head": "false"}),
         },
     ),

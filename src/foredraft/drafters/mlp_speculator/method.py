@@ -95,6 +95,9 @@ METHOD = Method(
         },
     ),
     training=Training(TrainConfig, create_trainee),
-    built_in=BuiltIn({zoo.DEFAULT_TARGET: "mlp_speculator"}, {zoo.DEFAULT_TARGET: HeadRecipe(1800, {"inner": "192"})}),
+    built_in=BuiltIn(
+        {zoo.DEFAULT_TARGET: "mlp_speculator"},
+        {zoo.DEFAULT_TARGET: HeadRecipe(700, {"inner": "192"}, further_steps=450)},
+    ),
     variants=VARIANTS,
 )
