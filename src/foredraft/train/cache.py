@@ -185,7 +185,7 @@ class StoredBoundary:
 
 @contextmanager
 def _open_file(path: Path, flags: int) -> Iterator[int]:
-    file = os.open(path, flags)
+    file = os.open(path, flags, 0o666)  # less the umask
     try:
         yield file
     finally:
