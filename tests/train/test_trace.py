@@ -3,6 +3,7 @@
 import copy
 import errno
 from collections import namedtuple
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -215,6 +216,8 @@ def test_a_run_on_cached_traces_learns_the_same(tmp_path, settings):
     for name in live:
         assert torch.allclose(live[name], kept[name], atol=1e-4)
         assert torch.equal(kept[name], again[name])
+    with pytest.raises(ForedraftError, match="have other settings: dtype was"):
+        train(replace(plan(tmp_path, "half", cache=cache, **same), dtype="bfloat16"), method=LINEAR)
 
 
 @pytest.fixture(scope="module", params=["t5", "bart"])

@@ -285,7 +285,8 @@ def _make_source(
     plan, on_policy = job.plan, trainee.spec.on_policy
     if plan.data.cache is not None:
         cache = TraceCache(Path(plan.data.cache), windows, tracer, {
-            "target": job.target_fingerprint, "text": job.text_digest, "context": plan.data.context,
+            "target": job.target_fingerprint, "dtype": str(job.llm.target.model.dtype), "text": job.text_digest,
+            "context": plan.data.context,
         })  # fmt: skip
         if job.distributed.is_main:
             cache.prepare(job.log_line, _count_rows(job) * num_steps)
