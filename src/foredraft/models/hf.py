@@ -208,18 +208,7 @@ class HFModel(ImageReader, ModelFacts):
         has_gradient = torch.is_grad_enabled() and hidden.requires_grad
         bias = None if self.head_bias is None else self.head_bias.to(hidden.dtype)
         logits = F.linear(hidden, self.head_weight, bias) if has_gradient else self._apply_head(hidden)
-        return _scale_logits(logits, self.model.config.get_text_config())
-
-    def compute_exact_logits(self, hidden: Tensor) -> Tensor:
-        """Compute logits [.., V] as `compute_logits` does, with products and sums in float32."""
-        bias = None if self.head_bias is None else self.head_bias.float()
-        logits = F.linear(hidden.float(), self.float_head_weight, bias)
-        return _scale_logits(logits, self.model.config.get_text_config())
-
-    @cached_property
-    def float_head_weight(self) -> Tensor:
-        """Matrix [V, H] of the output head in float32, kept after the first use."""
-        return self.head_weight.float()
+        return scale_logits(logits, self.model.config.get_text_config())
 
     def _apply_head(self, hidden: Tensor) -> Tensor:
         """Multiply hidden states by the matrix of the head and add its bias."""
@@ -273,7 +262,7 @@ class HFModel(ImageReader, ModelFacts):
         return run
 
 
-def _scale_logits(logits: Tensor, config: Any) -> Tensor:
+def scale_logits(logits: Tensor, config: Any) -> Tensor:
     """Scale and cap logits as the model of a configuration does."""
     logits = logits / (getattr(config, "logits_scaling", None) or 1.0)
     scale = getattr(config, "logit_scale", None)

@@ -5,13 +5,15 @@ The forward passes are those that serve requests.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from foredraft.drafters.losses import TargetLogProbs, Trace
 from foredraft.models.forward_batch import ForwardBatch, Span
-from foredraft.models.hf import HFModel
+from foredraft.models.hf import HFModel, scale_logits
 from foredraft.source import EncoderSource
 from foredraft.train.windows import TokenWindows
 
@@ -135,7 +137,7 @@ class Tracer:
         step = max(1, LOGIT_BYTES // (4 * target.vocab_size))
         with torch.autocast(target.device.type, enabled=False):
             parts = [
-                TargetLogProbs.from_logits(target.compute_exact_logits(part), self.top)
+                TargetLogProbs.from_logits(self._compute_logits(part), self.top)
                 for part in torch.split(states.flatten(0, 1), step)
             ]
         shape = *states.shape[:-1], -1
@@ -143,6 +145,16 @@ class Tracer:
         return TargetLogProbs(
             torch.cat([part.logprobs for part in parts]).view(shape), torch.cat(ids).view(shape) if ids else None
         )
+
+    def _compute_logits(self, states: Tensor) -> Tensor:
+        bias = None if self.target.head_bias is None else self.target.head_bias.float()
+        logits = F.linear(states.float(), self._head_weight, bias)
+        return scale_logits(logits, self.target.model.config.get_text_config())
+
+    @cached_property
+    def _head_weight(self) -> Tensor:
+        """Output matrix [V, H] in float32."""
+        return self.target.head_weight.float()
 
     def _run_piece(
         self, tokens: Tensor, sources: tuple[EncoderSource, ...], piece: TracePiece
