@@ -203,11 +203,11 @@ class HFModel(ImageReader, ModelFacts):
         return None if bias is None else bias.detach()
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Compute logits [.., V] from hidden states [.., H] at AFTER_FINAL_NORM, scaled and capped as in the model."""
-        # Gradients flow to the states, not to the matrix and bias of the head.
-        has_gradient = torch.is_grad_enabled() and hidden.requires_grad
+        """Compute scaled, capped logits [.., V] from hidden states [.., H] at AFTER_FINAL_NORM."""
+        if not (torch.is_grad_enabled() and hidden.requires_grad):
+            return scale_logits(self._apply_head(hidden), self.model.config.get_text_config())
         bias = None if self.head_bias is None else self.head_bias.to(hidden.dtype)
-        logits = F.linear(hidden, self.head_weight, bias) if has_gradient else self._apply_head(hidden)
+        logits = F.linear(hidden, self.head_weight, bias)
         return scale_logits(logits, self.model.config.get_text_config())
 
     def _apply_head(self, hidden: Tensor) -> Tensor:
