@@ -199,14 +199,13 @@ class HFModel(ImageReader, ModelFacts):
     @property
     def head_bias(self) -> Tensor | None:
         """Bias [V] of the head; None = it has none."""
-        bias = self.model.get_output_embeddings().bias
-        return None if bias is None else bias.detach()
+        return self.model.get_output_embeddings().bias  # type: ignore[no-any-return]
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Compute scaled, capped logits [.., V] from hidden states [.., H] at AFTER_FINAL_NORM."""
         if not (torch.is_grad_enabled() and hidden.requires_grad):
             return scale_logits(self._apply_head(hidden), self.model.config.get_text_config())
-        bias = None if self.head_bias is None else self.head_bias.to(hidden.dtype)
+        bias = None if self.head_bias is None else self.head_bias.detach().to(hidden.dtype)
         logits = F.linear(hidden, self.head_weight, bias)
         return scale_logits(logits, self.model.config.get_text_config())
 

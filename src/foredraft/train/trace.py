@@ -147,7 +147,7 @@ class Tracer:
         )
 
     def _compute_logits(self, states: Tensor) -> Tensor:
-        bias = None if self.target.head_bias is None else self.target.head_bias.float()
+        bias = None if self.target.head_bias is None else self.target.head_bias.detach().float()
         logits = F.linear(states.float(), self._head_weight, bias)
         return scale_logits(logits, self.target.model.config.get_text_config())
 
