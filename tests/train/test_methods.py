@@ -75,6 +75,21 @@ def test_a_draft_that_samples_its_own_text_resumes_with_the_same_bits(folder):
     assert any(not torch.equal(a[name], c[name]) for name in a)
 
 
+def test_a_draft_samples_its_own_text_beside_a_cache(folder):
+    """The cache has the rows of the data; with it, no step on the draft's own text may become one on the data."""
+    settings = {"layers": "1", "hidden": "16"}
+    plain, cached, off = (
+        weights(run(folder, "draft_model", out=name, settings={**settings, "on_policy": share}, **more).folder)
+        for name, share, more in (
+            ("plain", "0.6", {}),
+            ("cached", "0.6", {"cache": str(folder / "traces_of_policy")}),
+            ("cached_off", "0", {"cache": str(folder / "traces_of_policy")}),
+        )
+    )
+    assert all(torch.allclose(plain[name], cached[name], atol=1e-3) for name in plain)
+    assert any(not torch.allclose(off[name], cached[name], atol=1e-3) for name in plain)
+
+
 def test_a_draft_goes_on_from_another(folder):
     first = run(folder, "draft_model", out="first", settings={"layers": "1", "hidden": "16"}).folder
     second = run(folder, "draft_model", out="second", start=str(first), learning_rate=1e-9, steps=1).folder

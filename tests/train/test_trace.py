@@ -132,6 +132,16 @@ def test_the_estimate_of_the_disk_space_is_what_all_rows_take(tmp_path, target):
     assert "take up to 0.0 MB more in" in messages[1]
 
 
+def test_rows_that_other_runs_stored_do_not_lower_the_estimate(tmp_path, target, monkeypatch):
+    """They may be other rows than those of this run."""
+    cache = prepare(make_cache(tmp_path, target))
+    cache.read([0, 1, 2, 3], 0)
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(cache_module.shutil, "disk_usage", lambda path: usage(1, 1, 1000))
+    with pytest.raises(ForedraftError, match="leave --cache out"):
+        cache.prepare(lambda line: None, 4)
+
+
 def test_a_row_is_computed_once_and_other_boundaries_of_it_when_they_are_needed(tmp_path, target):
     windows = make_cache(tmp_path, target).windows
     read = lambda taps, rows: TraceCache(tmp_path / "traces", windows, taps, {}).read(rows, 0)  # noqa: E731
@@ -151,7 +161,7 @@ def test_states_without_distributions_are_those_of_the_trace(target, monkeypatch
     monkeypatch.setattr(trace_module, "STATE_POSITIONS", 20)  # several pieces: whole rows, then parts of rows
     tracer = Tracer(target, (2, 0, AFTER_FINAL_NORM), 7)
     for length in (8, 33):
-        tokens = torch.randint(4, 97, (5, length))
+        tokens = torch.randint(4, 97, (5, length), generator=torch.Generator().manual_seed(length))
         states, probs = tracer.run_target(tokens)
         assert torch.allclose(tracer.compute_states(tokens, tracer.hidden_layers), states, atol=1e-6)
         exact = tracer.compute_probs(states[..., -target.hidden_size :])

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 from dataclasses import replace
 
@@ -142,6 +143,7 @@ def test_everything_is_built_and_measured_and_loads_in_transformers(python_tree,
     assert "of their 4-grams are distinct" in (out / "target" / "README.md").read_text()
     assert json.loads((out / "figures.json").read_text())["draft"]["alpha"] == figures.alpha
     steps.clear()
+    shutil.rmtree(out / "first")
     run(with_undistilled=True)
     assert set(steps) == {build.UNDISTILLED}, "finished parts are kept"
     assert f"| {build.UNDISTILLED}, greedy |" in (out / "draft" / "README.md").read_text()

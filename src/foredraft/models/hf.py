@@ -202,7 +202,7 @@ class HFModel(ImageReader, ModelFacts):
         return self.model.get_output_embeddings().bias  # type: ignore[no-any-return]
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Compute scaled, capped logits [.., V] from hidden states [.., H] at AFTER_FINAL_NORM."""
+        """Compute scaled, capped logits [.., V] of states [.., H] at AFTER_FINAL_NORM. Only they get gradients."""
         if not (torch.is_grad_enabled() and hidden.requires_grad):
             return scale_logits(self._apply_head(hidden), self.model.config.get_text_config())
         bias = None if self.head_bias is None else self.head_bias.detach().to(hidden.dtype)

@@ -49,8 +49,9 @@ class TraceCache:
             ForedraftError: if the folder holds other states, or the disk has no room.
         """
         self._prepare_folder()
-        num_rows = min(num_rows, len(self.windows))
-        size = sum(max(0, num_rows - boundary.count_rows()) * boundary.row_bytes for boundary in self._boundaries)
+        rows = len(self.windows)
+        num_rows = min(num_rows, rows)  # stored rows may be others
+        size = sum(min(num_rows, rows - boundary.count_rows()) * boundary.row_bytes for boundary in self._boundaries)
         free = shutil.disk_usage(self.folder).free
         log_line(f"states of {num_rows:,} rows take up to {_format_size(size)} more in {self.folder}; "
             f"{_format_size(free)} are free")  # fmt: skip

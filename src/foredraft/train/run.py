@@ -282,17 +282,8 @@ def _group_parameters(trainee: Trainee, joint_loss: JointLoss | None) -> list[Pa
 def _make_source(
     job: TrainJob, trainee: Trainee, windows: TokenWindows, tracer: Tracer, placement: WeightPlacement, num_steps: int
 ) -> TraceSource:
-    plan, on_policy = job.plan, trainee.spec.on_policy
-    if plan.data.cache is not None:
-        cache = TraceCache(Path(plan.data.cache), windows, tracer, {
-            "target": job.target_fingerprint, "dtype": str(job.llm.target.model.dtype), "text": job.text_digest,
-            "context": plan.data.context,
-        })  # fmt: skip
-        if job.distributed.is_main:
-            cache.prepare(job.log_line, _count_rows(job) * num_steps)
-        job.distributed.wait()
-        return cache
-    source = OnlineTraceSource(windows, tracer)
+    on_policy = trainee.spec.on_policy
+    source = _make_data_source(job, windows, tracer, num_steps)
     if on_policy is None:
         return source
     make_policy = on_policy.make_policy
@@ -301,7 +292,22 @@ def _make_source(
         with placement.gather():
             return make_policy()
 
-    return OnPolicySource(source, windows, tracer, on_policy.share, plan.steps.seed, make_whole_policy)
+    return OnPolicySource(source, windows, tracer, on_policy.share, job.plan.steps.seed, make_whole_policy)
+
+
+def _make_data_source(job: TrainJob, windows: TokenWindows, tracer: Tracer, num_steps: int) -> TraceSource:
+    """Make the source of traces of the data's own rows."""
+    data = job.plan.data
+    if data.cache is None:
+        return OnlineTraceSource(windows, tracer)
+    cache = TraceCache(Path(data.cache), windows, tracer, {
+        "target": job.target_fingerprint, "dtype": str(job.llm.target.model.dtype), "text": job.text_digest,
+        "context": data.context,
+    })  # fmt: skip
+    if job.distributed.is_main:
+        cache.prepare(job.log_line, _count_rows(job) * num_steps)
+    job.distributed.wait()
+    return cache
 
 
 @dataclass(frozen=True)

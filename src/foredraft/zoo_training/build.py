@@ -17,7 +17,14 @@ from foredraft.zoo_training import tokens
 from foredraft.zoo_training.cards import HELD_OUT_PACKAGES_KEY, render_card
 from foredraft.zoo_training.collect import Corpus, collect
 from foredraft.zoo_training.distinct import measure_distinct_share
-from foredraft.zoo_training.heads import HeadsPlan, list_head_folders, load_target, prepare_code_target, train_heads
+from foredraft.zoo_training.heads import (
+    CARD_FILE,
+    HeadsPlan,
+    list_head_folders,
+    load_target,
+    prepare_code_target,
+    train_heads,
+)
 from foredraft.zoo_training.measure import PairMetrics, measure_pair
 from foredraft.zoo_training.ngram import build_table
 from foredraft.zoo_training.recipe import DRAFT_RECIPE, TARGET_RECIPE, LlamaRecipe
@@ -35,7 +42,6 @@ from foredraft.zoo_training.train import (
 )
 
 WEIGHTS_FILE = "model.safetensors"
-CARD_FILE = "README.md"  # the last file of a finished model
 MIN_HELD_OUT_TOKENS = 1000  # the held-out packages are measured only if they have more tokens
 UNDISTILLED = "draft-undistilled"
 PARTS = ("target", "draft")

@@ -23,7 +23,7 @@ LogLine = Callable[[str], None]
 PartProgressCallback = Callable[[str, int, int, float], None]  # part, step, steps, loss
 TEXTS_FILE = "texts.npy"
 TRACES_FOLDER = "traces"  # the target's states after the training texts, which all heads share
-CARD_FILE = "README.md"  # the last file of a finished head
+CARD_FILE = "README.md"  # the last file of a finished model
 FIRST_FOLDER = "first"  # results of the first runs of heads that have two
 MAX_NEW_TOKENS = 128  # tokens generated per prompt for the figures on the card
 
@@ -85,7 +85,7 @@ class HeadRun:
 
 
 def list_runs(recipes: Mapping[str, HeadRecipe], target: str, out: Path) -> list[HeadRun]:
-    """Return the runs that the recipes of a target need, in order.
+    """Return the runs that are not finished, in order; a finished second run needs no first one.
 
     Args:
         recipes: recipes by method.
@@ -96,7 +96,9 @@ def list_runs(recipes: Mapping[str, HeadRecipe], target: str, out: Path) -> list
     for method, recipe in recipes.items():
         name = find_head_folder(method, target)
         first = out / FIRST_FOLDER / name if recipe.further_steps else None
-        if first is not None:
+        if (out / name / CARD_FILE).exists():
+            continue
+        if first is not None and not (first / CARD_FILE).exists():
             runs.append(HeadRun(method, recipe, first))
         runs.append(HeadRun(method, recipe, out / name, first))
     return runs
@@ -152,8 +154,6 @@ def train_heads(
         heads: recipes.
     """
     for run in list_runs(heads.recipes, target.name, out):
-        if (run.folder / CARD_FILE).exists():
-            continue
         train(
             make_plan(run, target, out, device),
             log_line,

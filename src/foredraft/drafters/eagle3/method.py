@@ -95,7 +95,7 @@ METHOD = Method(
         ),
     ),
     training=Training(TrainConfig, create_trainee),
-    # 1500 updates; the setting `steps` of this method is the number of unrolled steps
+    # The setting `steps` of this method is the number of unrolled steps.
     built_in=BuiltIn(
         {zoo.DEFAULT_TARGET: "eagle3"}, {zoo.DEFAULT_TARGET: HeadRecipe(1500, {"steps": "4"}, further_steps=800)}
     ),
