@@ -36,8 +36,8 @@ from tests.support.gpu_cases import DEVICE
 Check = tuple[bool | None, dict[str, Any]]
 SMALL = DraftLayerShape(hidden=64, intermediate=96, heads=4, kv_heads=2, head_dim=32)
 LARGE = DraftLayerShape(hidden=4096, intermediate=14336, heads=32, kv_heads=8, head_dim=128, max_positions=1 << 16)
-GREEDY = Sampling(max_tokens=1000, temperature=0, ignore_eos=True)
-SAMPLED = Sampling(max_tokens=1000, temperature=0.9, top_p=0.95, ignore_eos=True)
+GREEDY = Sampling(max_tokens=1 << 16, temperature=0, ignore_eos=True)
+SAMPLED = Sampling(max_tokens=1 << 16, temperature=0.9, top_p=0.95, ignore_eos=True)
 SHAPES: dict[str, Callable[[int], TreeSpec]] = {
     "chain": TreeSpec.from_options,
     "static tree": lambda depth: TreeSpec.from_options(depth, branching=(3, 2, 1, 1, 1, 1)[:depth]),
@@ -140,6 +140,8 @@ def measure(case: HeadCase, spec: TreeSpec, rules: Mapping[str, Sampling], repea
     both = zip(*(tree.tokens for tree in trees), strict=True)
     pairs = [pair for mine, theirs in both for pair in zip(mine, theirs, strict=False)]
     loop, levels = (_measure_clock(partial(drafter.propose, batch), repeats) for drafter in drafters)
+    refusals = list(twins.looping.loop.refusals)
+    assert not refusals, f"the drafts grew level by level: {refusals}"
     graph = _measure_events(twins.looping.loop.recorder.last, repeats)
     return None, {
         "graph_ms": f"{1e3 * graph:.3f}",
@@ -198,11 +200,13 @@ def list_checks(is_dry: bool) -> list[tuple[str, Callable[[], Check]]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dry", action="store_true", help="small cases in triton's interpreter")
+    parser.add_argument("--match", default="", help="run the checks whose name has this part")
     parser.add_argument("--out", type=Path, required=True, help="JSON file of the results")
     options = parser.parse_args()
     report = Report(options.out)
     for name, check in list_checks(options.dry):
-        report.run(name, check)
+        if options.match in name:
+            report.run(name, check)
     raise SystemExit(report.num_failed > 0)
 
 

@@ -3,10 +3,11 @@
 Usage: dev/gpu/run.sh [--dry] [FOLDER], which runs all parts.
 
 `pass` is the target's forward pass over a context, by its number of rows: a verification of n rows should take little
-more than a pass of one. `exact` is the same pass of an exact model, and `over_ordinary` says what exactness costs; its
-tokens must be the same with drafts, in bfloat16 too. `generate` is the engine, plain and with drafts of which 80 % are
-accepted; the difference between its seconds per step and those of the pass is the work of the host. The text is
-meaningless, the times are not.
+more than a pass of one. `with fused norms` is the same pass of a model that Foredraft has loaded itself, and `exact`
+that of an exact model; `over_ordinary` compares them. Tokens of an exact model must be the same with drafts, in
+bfloat16 too. `kernels` are those with the largest times in a pass of one row. `generate` is the engine, plain and with
+drafts of which 80 % are accepted; the difference between its seconds per step and those of the pass is the work of the
+host. The text is meaningless, the times are not.
 """
 
 import argparse
@@ -23,6 +24,7 @@ from report import Report
 from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig, Qwen3Config, Qwen3ForCausalLM
 
 from foredraft import LLM, Sampling
+from foredraft.kernels.gpu.graphs import GraphMemory
 from foredraft.kernels.gpu.loading import load_exact_kernels, load_kernels
 from foredraft.kv.pool import KVPool
 from foredraft.models.exact_modules import replace_modules
@@ -34,6 +36,8 @@ PAGE_SIZE = 16
 CHUNK = 1024  # prompt tokens per pass
 REPEATS, WARMUP = (10, 3) if DEVICE == "cuda" else (1, 1)
 CHAIN, RATE = 8, 0.8  # tokens of a draft; share of them that is accepted
+GRAPH_BYTES = 2 << 30  # as an engine
+NUM_KERNELS = 14  # of the list of kernels
 NUM_CHILDREN = 3  # of each node in the tree of the passes
 
 
@@ -131,9 +135,18 @@ def make_exact(model: Any, name: str) -> HFModel:
 PassTimes = dict[tuple[int, int, bool], float]  # seconds by context, rows and whether they are a tree
 
 
-def measure_passes(case: Case, lm: HFModel, report: Report, ordinary: PassTimes | None = None) -> PassTimes:
+def allow_recordings(lm: HFModel, case: Case) -> HFModel:
+    """Let passes be recorded as in an engine: over a whole pool, with memory for the recordings."""
+    lm.pool.capacity = max(case.contexts) + 2 * CHUNK
+    lm.pool.graph_memory = GraphMemory(GRAPH_BYTES)
+    return lm
+
+
+def measure_passes(
+    case: Case, lm: HFModel, report: Report, ordinary: PassTimes | None = None, kind: str = "exact"
+) -> PassTimes:
     """Measure passes by context and rows, as multiples of the pass of one row, and of those of an ordinary model."""
-    title = case.name if ordinary is None else f"{case.name} exact"
+    title = case.name if ordinary is None else f"{case.name} {kind}"
     times: PassTimes = {}
     for context in case.contexts:
         pages = list(range(1, -(-(context + 64) // PAGE_SIZE) + 1))
@@ -153,6 +166,21 @@ def measure_passes(case: Case, lm: HFModel, report: Report, ordinary: PassTimes 
             cost = {} if ordinary is None else {"over_ordinary": round(seconds / ordinary[key], 3)}
             report.add(name, None, ms=round(seconds * 1e3, 3), ratio=round(seconds / one, 3), **cost)
     return times
+
+
+def list_kernels(case: Case, lm: HFModel, report: Report) -> None:
+    """List the kernels of a pass of one row that take most of the device time."""
+    if DEVICE != "cuda":
+        return
+    pages = list(range(1, case.contexts[0] // PAGE_SIZE + 8))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run_pass(lm, case.contexts[0], 1, pages, is_tree=False)
+        synchronize()
+    found = sorted(profile.key_averages(), key=lambda event: -event.self_device_time_total)
+    total = sum(event.self_device_time_total for event in found)
+    report.add(f"{case.name}: kernels of a pass", None, us=round(total), count=sum(event.count for event in found))
+    for event in found[:NUM_KERNELS]:
+        report.add(f"  {event.key[:60]}", None, us=round(event.self_device_time_total), count=event.count)
 
 
 def generate(llm: LLM, prompt: list[int], num_tokens: int) -> tuple[list[int], float]:
@@ -226,9 +254,15 @@ def main() -> None:
             model = case.make_model()
             num_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
             report.add(f"{case.name}: weights", None, gb=round(num_bytes / 1e9, 2))
-            times = measure_passes(case, HFModel.wrap_model(model, case.name), report)
+            lm = allow_recordings(HFModel.wrap_model(model, case.name), case)
+            times = measure_passes(case, lm, report)
+            list_kernels(case, lm, report)
+            fused = allow_recordings(HFModel.wrap_model(model, case.name, is_fused=True), case)
+            measure_passes(case, fused, report, times, "with fused norms")
+            list_kernels(case, fused, report)
+            del lm, fused
             if not options.dry or case is DRY_CASES[-1]:  # the interpreter is slow
-                exact = make_exact(model, case.name)
+                exact = allow_recordings(make_exact(model, case.name), case)
                 measure_passes(case, exact, report, times)
                 measure_exact(case, exact, report)
                 del exact

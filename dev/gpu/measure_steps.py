@@ -24,11 +24,13 @@ from foredraft.checkpoints.schema import Checkpoint
 from foredraft.drafters.eagle3 import method as eagle3
 from foredraft.drafters.eagle3.training import TrainConfig, create_trainee
 from foredraft.drafters.method import DrafterContext
+from foredraft.llm import MemoryLimits
 from tests.support.gpu_cases import DEVICE
 
 PHASES = ("_plan", "_propose", "_forward", "_verify", "_append_tokens", "_observe", "_emit_deltas", "_finish_step")
 SKIPPED = 8  # first steps: compilation, recordings, the prompt
 LEVELS, TREE_NODES, CHAIN = 6, 32, 8
+LIMITS = MemoryLimits(kv_tokens=1 << 15)  # several engines share the GPU
 
 
 @dataclass
@@ -101,7 +103,7 @@ def measure(name: str, llm: LLM, case: Case, report: Report) -> None:
 
 def measure_case(case: Case, report: Report) -> None:
     model = case.make_model()
-    plain = LLM(model, None)
+    plain = LLM(model, None, limits=LIMITS)
     simulated = {"method": "foredraft.simulation:METHOD", "acceptance_rate": 0.8, "num_speculative_tokens": CHAIN}
     measure("plain step", plain, case, report)
     measure(f"chain of {CHAIN}", plain.with_drafter(simulated), case, report)

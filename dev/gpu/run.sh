@@ -25,6 +25,7 @@ fi
 mkdir -p "$out"
 export PYTHONPATH="$PWD/src:$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 failed=0
+workers=$(( ($(nproc) + 1) / 2 )) # processes of tests, which share the GPU
 parts="check_kernels check_graphs check_draft_loops tests measure_attention measure_products measure_model measure_steps"
 for part in $parts; do
   echo "== $part"
@@ -35,10 +36,10 @@ for part in $parts; do
       FOREDRAFT_GRAPHS=0 "$python" "dev/gpu/$part.py" $dry --out "$out/$part-without-graphs.json" || failed=1
     fi
   elif [ -z "$dry" ]; then # without a GPU `make test` runs them
-    "$python" -m pytest -q -p no:xdist tests/kernels/gpu tests/models/test_gpu_attention.py \
+    "$python" -m pytest -q -n "$workers" -p no:benchmark tests/kernels/gpu tests/models/test_gpu_attention.py \
       tests/models/test_recorded_pass.py tests/models/test_exact.py tests/invariants/test_devices.py |
       tee "$out/tests.txt" || failed=1
-    FOREDRAFT_TEST_DEVICE=cuda "$python" -m pytest -q -p no:xdist tests/invariants \
+    FOREDRAFT_TEST_DEVICE=cuda "$python" -m pytest -q -n "$workers" -p no:benchmark tests/invariants \
       -m "not soak and not rest and not wide" | tee "$out/invariants.txt" || failed=1
   fi
 done

@@ -190,11 +190,15 @@ def test_logits_of_every_family_are_those_of_torch(family: str) -> None:
     theirs = replace(wrap(model, None), pool=KVPool())
     assert find_dependent_operator(ours.model, EXACT_MODULES, probe_attention) is None
     assert find_dependent_operator(theirs.model, EXACT_MODULES, probe_attention) is not None
+    with torch.inference_mode():  # operators arrive undivided
+        assert find_dependent_operator(ours.model, EXACT_MODULES, probe_attention) is None
+        assert find_dependent_operator(theirs.model, EXACT_MODULES, probe_attention) is not None
     rows = [Sequences.make(lm, 1).read(own=TOKENS[:5]) for lm in (ours, theirs)]
     torch.testing.assert_close(rows[0], rows[1], rtol=0, atol=2e-5)
 
 
 @TRITON
+@torch.no_grad()
 def test_norms_are_recognised_by_what_they_compute() -> None:
     from transformers.models.cohere.modeling_cohere import CohereLayerNorm
     from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm

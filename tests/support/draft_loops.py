@@ -129,9 +129,10 @@ class Twins:
     ) -> None:
         batch = Batch(tuple(self.requests), tuple(new), tuple(granted), self.page_size)
         longest = max(map(len, paths))
-        noise = torch.Generator().manual_seed(self.random.randrange(1 << 30))
-        features = torch.randn(len(paths), longest, self.width, generator=noise, dtype=torch.float64)
-        commit = Commit.from_lists(paths, tokens, features=features.to(self.device, self.dtype))
+        noise = torch.Generator(self.device).manual_seed(self.random.randrange(1 << 30))
+        shape = len(paths), longest, self.width
+        features = torch.randn(shape, generator=noise, device=self.device, dtype=self.dtype)
+        commit = Commit.from_lists(paths, tokens, features=features)
         for drafter in (self.looping, self.reference):
             drafter.observe(batch, commit)
         for request, path, following in zip(self.requests, paths, tokens, strict=True):

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
 from typing import Any
 from unittest import mock
@@ -18,7 +18,7 @@ from foredraft.kernels.gpu.rows import DeviceRows
 from tests.support.pretend_gpu import PretendTensor, pretend_gpu
 
 LOADING = "foredraft.kernels.gpu.loading"
-EXACT = "foredraft.models.exact"
+LOADS = ("foredraft.models.exact", "foredraft.models.fused_norms")  # modules that replace parts of a model
 
 
 def run_on_numbers(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -62,8 +62,10 @@ def pretend_kernels(**other: Callable[..., Any]) -> Iterator[None]:
         pretend_gpu(),
         mock.patch.dict(os.environ, {GRAPHS_VARIABLE: "0"}),  # there is nothing that could capture
         mock.patch(f"{LOADING}.explain_missing_kernels", return_value=None),
-        mock.patch(f"{EXACT}.explain_missing_kernels", return_value=None),
         mock.patch(f"{LOADING}.load_kernels", return_value=kernels),
-        mock.patch(f"{EXACT}.load_exact_kernels", return_value=exact),
+        ExitStack() as stack,
     ):
+        for module in LOADS:
+            stack.enter_context(mock.patch(f"{module}.explain_missing_kernels", return_value=None))
+            stack.enter_context(mock.patch(f"{module}.load_exact_kernels", return_value=exact))
         yield

@@ -1,8 +1,11 @@
 """Modules whose rows have the same bits in every pass on a GPU: linear layers and norms by kernels of our own.
 
-They hold the parameters of the modules that they replace, under the same names.
+They hold the parameters of the modules that they replace, under the same names. RMS norms take the place of torch's in
+ordinary models too, since torch launches eight kernels for each.
 """
 
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,6 +64,8 @@ class ExactRMSNorm(nn.Module):
         self.normalize = kernels.normalize
 
     def forward(self, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled():  # the kernel has no gradient
+            return self.form.compute(x, self.weight, self.eps)
         out, _ = self.normalize(
             x.reshape(-1, x.shape[-1]), self.weight, self.eps, None, self.form.is_offset, self.form.is_late
         )
@@ -87,34 +92,77 @@ EXACT_MODULES = (ExactLinear, ExactRMSNorm, ExactLayerNorm)
 
 def replace_modules(model: Any, kernels: ExactKernels) -> None:
     """Replace the linear layers and norms of a model by exact ones. Modules of other kinds stay."""
-    for path, module in list(model.named_modules()):
-        exact = _make_exact(module, kernels)
-        if exact is not None:
-            parent, _, child = path.rpartition(".")
-            setattr(model.get_submodule(parent), child, exact.eval())
+    _replace(model, lambda module: _make_exact(module, kernels))
+
+
+def replace_rms_norms(model: Any, kernels: ExactKernels) -> None:
+    """Replace the RMS norms of a model by those of one kernel each. Other modules stay."""
+    _replace(model, lambda module: _make_rms_norm(module, kernels))
 
 
 @torch.no_grad()
+def _replace(model: Any, make: Callable[[nn.Module], nn.Module | None]) -> None:
+    """Replace the modules for which `make` returns another."""
+    for path, module in list(model.named_modules()):
+        made = make(module)
+        if made is not None:
+            parent, _, child = path.rpartition(".")
+            setattr(model.get_submodule(parent), child, made.eval())
+
+
 def _make_exact(module: nn.Module, kernels: ExactKernels) -> nn.Module | None:
     """Make the exact version of a module; None if it has none."""
     if type(module) in (nn.Linear, GridLinear, Conv1D):
         return ExactLinear(module, kernels)
     if type(module) is nn.LayerNorm and len(module.normalized_shape) == 1:
         return ExactLayerNorm(module.weight, module.bias, module.eps, kernels)
-    parameters, eps = list(module.named_parameters()), _find_eps(module)
-    if eps is None or [name for name, _ in parameters] != ["weight"] or parameters[0][1].dim() != 1:
+    return _make_rms_norm(module, kernels) or _make_layer_norm(module, kernels)
+
+
+def _make_rms_norm(module: nn.Module, kernels: ExactKernels) -> nn.Module | None:
+    trial = _NormTrial.run(module)
+    if trial is None:
         return None
-    weight = parameters[0][1]
-    rows = _make_rows(weight)
-    try:
-        out = module(rows)
-    except Exception:  # the module may need further arguments, and is then no norm of rows
+    form = next((form for form in RMS_FORMS if _is_equal(trial.out, form.compute(*trial.inputs))), None)
+    return None if form is None else ExactRMSNorm(trial.weight, trial.eps, form, kernels)
+
+
+def _make_layer_norm(module: nn.Module, kernels: ExactKernels) -> nn.Module | None:
+    trial = _NormTrial.run(module)
+    if trial is None:
         return None
-    for form in RMS_FORMS:
-        if _is_equal(out, form.compute(rows, weight, eps)):
-            return ExactRMSNorm(weight, eps, form, kernels)
-    wide = nn.functional.layer_norm(rows.float(), weight.shape, weight.float(), None, eps)
-    return ExactLayerNorm(weight, None, eps, kernels) if _is_equal(out, wide.to(rows.dtype)) else None
+    weight, rows = trial.weight, trial.rows
+    wide = nn.functional.layer_norm(rows.float(), weight.shape, weight.float(), None, trial.eps)
+    return ExactLayerNorm(weight, None, trial.eps, kernels) if _is_equal(trial.out, wide.to(rows.dtype)) else None
+
+
+@dataclass(frozen=True)
+class _NormTrial:
+    """Result of a module of one weight on random rows."""
+
+    rows: Tensor
+    out: Any
+    weight: nn.Parameter
+    eps: float
+
+    @property
+    def inputs(self) -> tuple[Tensor, Tensor, float]:
+        return self.rows, self.weight, self.eps
+
+    @classmethod
+    def run(cls, module: nn.Module) -> "_NormTrial | None":
+        """Run a module; None if it is no norm of rows with one weight."""
+        parameters, eps = list(module.named_parameters()), _find_eps(module)
+        if eps is None or [name for name, _ in parameters] != ["weight"] or parameters[0][1].dim() != 1:
+            return None
+        if len(inspect.signature(module.forward).parameters) != 1:  # such as a gate
+            return None
+        weight = parameters[0][1]
+        rows = _make_rows(weight)
+        try:
+            return cls(rows, module(rows), weight, eps)
+        except Exception:  # the weight may not be one of rows
+            return None
 
 
 def _find_eps(module: nn.Module) -> float | None:

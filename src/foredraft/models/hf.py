@@ -21,6 +21,7 @@ from foredraft.models.adapters.adapter_set import AdapterSet
 from foredraft.models.compatibility import examine_causal_lm
 from foredraft.models.exact import make_exact
 from foredraft.models.forward_batch import AFTER_FINAL_NORM, ForwardBatch
+from foredraft.models.fused_norms import fuse_norms
 from foredraft.models.images.reader import ImageReader
 from foredraft.models.model_facts import ModelFacts
 from foredraft.models.native.decoder import NativeDecoder, explain_unsupported
@@ -104,9 +105,7 @@ class HFModel(ImageReader, ModelFacts):
         count = sum(p.numel() for p in model.parameters())
         is_native = is_fused and model.device.type == "cpu" and load_library() is not None
         states, module_pass = prepare_pass(model, name, examination, is_native)
-        packers, fused = select_packers(quantization), None
-        if sharer is not None:
-            packers = _share_weights(model, sharer, packers)
+        packers, fused = _share_weights(model, sharer, select_packers(quantization)), None
         if is_native and examination.calls and explain_unsupported(model) is None:
             windows = examination.list_windows(model.config.get_text_config().num_hidden_layers)
             fused = NativeDecoder.from_model(model, windows, *packers, is_owned)
@@ -114,8 +113,9 @@ class HFModel(ImageReader, ModelFacts):
         elif is_exact:
             model = make_exact(model, name, is_fused, is_owned, examination.calls)
         elif quantization is not None or (is_native and is_owned and model.dtype in DTYPE_KINDS):
-            kept = find_other_parts(model)
-            model = pack_linears(model, quantization, is_owned, examination.probe, packers, kept)
+            model = pack_linears(model, quantization, is_owned, examination.probe, packers, find_other_parts(model))
+        elif is_fused:
+            model = fuse_norms(model, is_owned)
         pool, has_exact_modules = KVPool.for_device(model.device, is_native, states), is_exact and fused is None
         return cls(
             model, name, pool, examination.kv_elements, count, fused, module_pass=module_pass,
@@ -276,12 +276,15 @@ def get_packed_weights(target: HFModel) -> list[PackedWeight]:
 
 
 def _share_weights(
-    model: Any, sharer: HFModel, packers: tuple[PackWeight, PackWeight]
+    model: Any, sharer: HFModel | None, packers: tuple[PackWeight, PackWeight]
 ) -> tuple[PackWeight, PackWeight]:
     """Replace parameters by equal ones of another model, and return packers that use its packed weights.
 
-    The other model may have freed a parameter after it was packed; that one differs in shape.
+    The other model may have freed a parameter after it was packed; that one differs in shape. Without another model the
+    packers stay as they are.
     """
+    if sharer is None:
+        return packers
     others = dict(sharer.model.named_parameters())
     for name, parameter in model.named_parameters():
         other = others.get(name)

@@ -58,6 +58,10 @@ class _OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        with self:  # under inference mode, operators such as matmul arrive before they are divided into others
+            result = func.decompose(*args, **(kwargs or {}))
+        if result is not NotImplemented:
+            return result
         result = func(*args, **(kwargs or {}))
         is_exact = any(is_exact for _, _, is_exact in self.modules)
         if self.found is None and self.modules and not is_exact and not _is_independent(func, args, kwargs or {}):
