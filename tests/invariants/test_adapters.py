@@ -9,11 +9,11 @@ from foredraft import LLM, Completion, RequestOptions
 from foredraft.llm import MemoryLimits
 from tests.invariants.test_bits import GREEDY, PROMPTS, SAMPLED, drafter, list_results, plain
 from tests.support import tiny_models
-from tests.support.library_setups import NATIVE
+from tests.support.library_setups import NATIVE, ON_CPU
 from tests.support.lora_folders import write_adapter
 from tests.support.method_cases import EACH_CASE
 
-pytestmark = NATIVE
+pytestmark = [NATIVE, ON_CPU]
 NAMES = ["one", None, "two", "two", "one"]  # adapters of the prompts
 NUM_TOKENS = 4
 

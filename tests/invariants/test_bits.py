@@ -24,7 +24,7 @@ from foredraft.llm import MemoryLimits
 from foredraft.models.forward_batch import ForwardBatch
 from foredraft.models.hf import HFModel
 from tests.support import tiny_models
-from tests.support.library_setups import EACH_SET, NATIVE, THREAD_SETUPS, use_library
+from tests.support.library_setups import EACH_SET, NATIVE, ON_CPU, THREAD_SETUPS, use_library
 from tests.support.method_cases import (
     EACH_CASE,
     METHOD_CASES,
@@ -33,7 +33,7 @@ from tests.support.method_cases import (
 )
 from tests.support.tiny_vocabularies import CROSS_VOCAB_CASES
 
-pytestmark = NATIVE
+pytestmark = [NATIVE, ON_CPU]
 PROMPTS: list[list[int]] = [
     [5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5, 6],
     [33],

@@ -158,7 +158,8 @@ def compute_expected() -> dict[tuple[int, ...], float]:
     for size in range(LENGTH):
         prefixes = list(itertools.product(range(V), repeat=size))
         with torch.inference_mode():
-            logits = reference(torch.tensor([PROMPT + list(prefix) for prefix in prefixes])).logits[:, -1]
+            ids = torch.tensor([PROMPT + list(prefix) for prefix in prefixes], device=reference.device)
+            logits = reference(ids).logits[:, -1]
         probs = distribution(logits, SAMPLING, [TokenHistory(PROMPT, prefix) for prefix in prefixes])
         rows = dict(zip(prefixes, probs.tolist(), strict=True))
         for text in texts:

@@ -20,7 +20,7 @@ from tests.support.hybrids import (
     make_native_hybrid,
     make_native_model,
 )
-from tests.support.library_setups import NATIVE
+from tests.support.library_setups import NATIVE, ON_CPU
 from tests.support.recurrent_steps import (
     CHAIN,
     GREEDY,
@@ -35,7 +35,7 @@ from tests.support.recurrent_steps import (
     run_random_steps,
 )
 
-pytestmark = NATIVE
+pytestmark = [NATIVE, ON_CPU]
 
 
 @cache

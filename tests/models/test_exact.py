@@ -211,10 +211,10 @@ def test_norms_are_recognised_by_what_they_compute() -> None:
     norms = nn.ModuleList(
         [CohereLayerNorm(64), Gemma2RMSNorm(64), GptOssRMSNorm(64), nn.LayerNorm(64, bias=False), nn.Linear(64, 64),
          CohereLayerNorm((2, 64)), nn.RMSNorm(64), Halved(64)]
-    ).to(torch.float16)  # fmt: skip
+    ).to(DEVICE, torch.float16)  # fmt: skip
     for parameter in norms.parameters():
         nn.init.normal_(parameter)
-    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0)).half()
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0)).to(DEVICE, torch.float16)
     expected = [module(x) for module in norms[:5]]
     replace_modules(norms, load_exact_kernels())
     kinds = [ExactLayerNorm, ExactRMSNorm, ExactRMSNorm, ExactLayerNorm, ExactLinear]
@@ -283,7 +283,7 @@ def test_native_code_on_the_cpu_is_exact() -> None:
         assert llm.target.runs_native
         assert llm.target.is_exact
     assert not tiny_models.plain().target.is_exact
-    assert LLM(exact=True, drafter=None, quantization="int8").target.is_exact
+    assert LLM(exact=True, drafter=None, quantization="int8", device="cpu").target.is_exact
 
 
 def make_quantised() -> Any:
@@ -315,7 +315,7 @@ def test_what_is_not_exact_is_refused_with_the_reason(case: str) -> None:
 
 @NATIVE
 def test_the_option_of_the_commands_reaches_the_model() -> None:
-    options = ModelOptions(exact=True)
+    options = ModelOptions(exact=True, device="cpu")
     assert load_llm(options, "none").target.is_exact
     with pytest.raises(ForedraftError, match="switches it off"):
         load_llm(replace(options, no_fused=True), "none")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from foredraft.kernels.gpu.loading import load_exact_kernels
 from foredraft.models.exact_modules import ExactRMSNorm, replace_rms_norms
 from foredraft.models.fused_norms import fuse_norms
-from tests.support.gpu_cases import TRITON
+from tests.support.gpu_cases import DEVICE, TRITON
 from tests.support.pretend_kernels import pretend_kernels
 
 
@@ -60,7 +60,7 @@ def test_logits_stay_within_rounding(kind: Any) -> None:
 
 @TRITON
 def test_a_norm_with_further_arguments_stays() -> None:
-    parts = nn.ModuleDict({"gated": GatedNorm(32), "plain": nn.Linear(32, 32)})
+    parts = nn.ModuleDict({"gated": GatedNorm(32), "plain": nn.Linear(32, 32)}).to(DEVICE)
     replace_rms_norms(parts, load_exact_kernels())
     assert isinstance(parts["gated"], GatedNorm)
     assert isinstance(parts["plain"], nn.Linear)
@@ -74,8 +74,8 @@ def test_without_kernels_the_model_stays() -> None:
 
 @TRITON
 def test_a_norm_in_training_has_the_gradient_of_the_original() -> None:
-    model = make_model()
-    original, x = model.model.norm, torch.randn(3, 64)
+    model = make_model().to(DEVICE)
+    original, x = model.model.norm, torch.randn(3, 64, device=DEVICE)
     expected = torch.autograd.grad(original(x).square().sum(), original.weight)[0]
     replace_rms_norms(model, load_exact_kernels())
     assert isinstance(model.model.norm, ExactRMSNorm)

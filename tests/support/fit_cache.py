@@ -37,7 +37,7 @@ def fit_once(key: str, inputs: Mapping[str, Tensor], fit: Callable[[], Mapping[s
     digest = hashlib.sha256((digest_sources() + key).encode())
     for name, tensor in inputs.items():
         digest.update(name.encode() + str(tensor.dtype).encode())
-        digest.update(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes())
+        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
     file = FOLDER / f"{digest.hexdigest()}.safetensors"
     if not file.exists():
         FOLDER.mkdir(parents=True, exist_ok=True)

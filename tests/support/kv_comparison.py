@@ -180,7 +180,7 @@ class ContextKVSimulation(KVSimulation):
 
 def _compute_states(target: LlamaForCausalLM, tokens: list[int], boundaries: Sequence[int]) -> Tensor:
     """Compute the states [1, L, F] of a text at some boundaries."""
-    states = target(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+    states = target(torch.tensor([tokens], device=target.device), output_hidden_states=True).hidden_states
     return torch.cat([states[boundary] for boundary in boundaries], -1)
 
 
@@ -213,7 +213,7 @@ def _recompute_kv(model: LlamaForCausalLM, tokens: list[int]) -> list[tuple[Tens
     """[layer] -> ([L, H, D] keys, values) of one plain forward pass."""
     cache = DynamicCache(config=model.config)
     # the fourth argument: its name is past_key_values before transformers 5.24
-    model(torch.tensor([tokens]), None, None, cache, use_cache=True)
+    model(torch.tensor([tokens], device=model.device), None, None, cache, use_cache=True)
     return [(layer.keys[0].transpose(0, 1), layer.values[0].transpose(0, 1)) for layer in cache.layers]
 
 

@@ -26,6 +26,7 @@ from foredraft.kernels.cpu.library import (
     load_library,
 )
 from foredraft.kernels.cpu.openmp import share_threads
+from tests.support.devices import TEST_DEVICE
 
 T = TypeVar("T")
 ROUNDING = 2.0**-24  # of a float32, relative
@@ -33,6 +34,7 @@ IS_BUILT = build.LIBRARY.exists() and os.environ.get(KERNELS_VARIABLE) != "torch
 NATIVE = pytest.mark.skipif(
     not IS_BUILT and build.find_compiler() is None, reason="no C compiler built the kernels here"
 )
+ON_CPU = pytest.mark.skipif(TEST_DEVICE.type != "cpu", reason="native code runs on the CPU")  # of tests of invariants
 EMULATED = "amx emulated"
 EACH_SET = pytest.mark.parametrize("instruction_set", [*INSTRUCTION_SETS, EMULATED])
 

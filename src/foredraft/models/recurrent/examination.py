@@ -45,7 +45,7 @@ def find_cache_obstacle(model: Any) -> str | None:
     parameters = inspect.signature(model.forward).parameters
     if "cache" not in parameters:
         if "past_key_values" in parameters:
-            return "has recurrent layers, which need a release of transformers whose models take `cache`, such as 5.24"
+            return "they need a release of transformers whose models take `cache`, such as 5.24"
         return OTHER_PLACE
     # A class of the model's own file: it has its own methods, and the engine does not know them.
     kinds = [kind for kind in typing.get_args(parameters["cache"].annotation) if kind is not type(None)]
