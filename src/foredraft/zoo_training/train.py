@@ -344,7 +344,7 @@ def _load(run: PretrainingRun, checkpoints: TrainingCheckpoints) -> PretrainingS
     warmup_from = saved["warmup_from"]
     if checkpoints.has_optimizer(path):
         checkpoints.load_optimizer(path, optimizer)
-    else:  # weights alone, as dev/training keeps them: the optimizer begins anew, and the rate warms up again
+    else:  # weights alone, without their optimizer: it begins anew, and the rate warms up again
         warmup_from = saved["step"]
     return PretrainingState(
         model, optimizer, saved["step"], warmup_from, saved["decay_from"], saved["cycle"], saved["loss"]
