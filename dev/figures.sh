@@ -29,9 +29,9 @@ figure() { # NAME COMMAND...
 }
 
 # README and docs/index.md
-figure first foredraft generate "def fibonacci(n):" --temperature 0.6 --top-p 0.9 --seed 1 --spec-tokens 2 --max-tokens 56
-figure compare foredraft generate "class TestQueue(unittest.TestCase):" --compare \
-    --spec-method draft_model,ngram_lm,ngram --max-tokens 64
+figure first foredraft generate "def read_lines(path):" --temperature 0.6 --top-p 0.9 --seed 7 --spec-tokens 2 --max-tokens 66
+figure compare foredraft generate "def read_lines(path):" --temperature 0.6 --top-p 0.9 --seed 7 --max-tokens 66 \
+    --compare --spec-method draft_model,ngram_lm,ngram,eagle3
 
 # docs/performance.md
 figure grown_model foredraft bench grow --params 430M --out "$out/grown430"
