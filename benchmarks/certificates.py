@@ -12,7 +12,7 @@ from pathlib import Path
 
 DECODER_METHODS = (
     "ngram", "suffix", "lookahead", "token_recycling", "ngram_lm", "aggressive", "draft_model", "early_exit", "medusa",
-    "hydra", "mlp_speculator", "eagle", "eagle3", "chimera", "blockwise", "draft_model+ngram", "auto",
+    "hydra", "mlp_speculator", "eagle", "eagle3", "chimera", "blockwise", "dflash", "draft_model+ngram", "auto",
 )  # fmt: skip
 SEQ2SEQ_METHODS = ("aggressive", "draft_model", "medusa", "eagle", "blockwise", "aggressive+blockwise")
 HEADER = "| target | method | passed | largest bias of a step | whole outputs: bias found with 99 % | s |"

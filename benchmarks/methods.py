@@ -27,7 +27,7 @@ from foredraft.drafters.registry import load_methods
 
 METHODS = (
     "draft_model:2,ngram:8,ngram_lm:8,suffix:8,lookahead,token_recycling,aggressive:16,medusa:4,blockwise:4,hydra:3,"
-    "mlp_speculator:3,chimera:3,eagle:3,eagle3:3,early_exit:2"
+    "mlp_speculator:3,chimera:3,eagle:3,eagle3:3,dflash:3,early_exit:2"
 )
 MODES = {"greedy": Sampling(temperature=0.0, ignore_eos=True), "T = 1": Sampling(temperature=1.0, ignore_eos=True)}
 RowsByColumn = dict[tuple[str, str], list[LatencyRow]]  # (workload, mode) -> one row per method

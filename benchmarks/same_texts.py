@@ -37,7 +37,8 @@ SETTINGS: tuple[dict[str, Any], ...] = (
 )
 SINGLE = (
     "draft_model:3", "ngram:6", "ngram_lm:5", "suffix:6", "lookahead:5", "token_recycling:5", "aggressive:6",
-    "medusa:4", "blockwise:3", "hydra:3", "mlp_speculator:3", "chimera:3", "eagle:4", "eagle3:4", "early_exit:3",
+    "medusa:4", "blockwise:3", "hydra:3", "mlp_speculator:3", "chimera:3", "eagle:4", "eagle3:4", "dflash:4",
+    "early_exit:3",
 )  # fmt: skip
 TREES = ("medusa:4:tree_nodes=12", "eagle:4:tree_nodes=12", "eagle3:4:tree_nodes=12", "mlp_speculator:3:tree_nodes=10")
 # Ensembles choose by measured time, so only the output of `match` is repeatable.
