@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-MAX_WHEEL_BYTES = 80e6
+MAX_WHEEL_BYTES = 85e6
 HOME = "https://example.org/foredraft"
 
 
@@ -51,7 +51,7 @@ def test_every_relative_link_of_the_documents_leads_to_a_file(hooks):
 
 
 def test_the_wheel_has_room_for_more_models():
-    """An index takes 100 MB per file; 80 MB is the limit here. A wheel is a zip file, so its files are deflated."""
+    """An index takes 100 MB per file; 85 MB is the limit here. A wheel is a zip file, so its files are deflated."""
     package = ROOT / "src" / "foredraft"
     files = [path for path in package.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
     size = sum(len(zlib.compress(path.read_bytes(), 6)) for path in files)
