@@ -22,6 +22,7 @@ from tests.support.requests import make_request
 from tests.support.torch_kernels import make_torch_kernels
 
 PAGE_SIZE, NUM_PAGES = 4, 200
+HAS_GPU = torch.cuda.is_available()  # before one is pretended
 
 
 @contextmanager
@@ -129,10 +130,10 @@ class Twins:
     ) -> None:
         batch = Batch(tuple(self.requests), tuple(new), tuple(granted), self.page_size)
         longest = max(map(len, paths))
-        noise = torch.Generator(self.device).manual_seed(self.random.randrange(1 << 30))
-        shape = len(paths), longest, self.width
-        features = torch.randn(shape, generator=noise, device=self.device, dtype=self.dtype)
-        commit = Commit.from_lists(paths, tokens, features=features)
+        device = self.device if HAS_GPU else "cpu"  # a pretended GPU has no generator
+        noise = torch.Generator(device).manual_seed(self.random.randrange(1 << 30))
+        features = torch.randn(len(paths), longest, self.width, generator=noise, device=device, dtype=self.dtype)
+        commit = Commit.from_lists(paths, tokens, features=features.to(self.device))
         for drafter in (self.looping, self.reference):
             drafter.observe(batch, commit)
         for request, path, following in zip(self.requests, paths, tokens, strict=True):

@@ -107,6 +107,11 @@ int fd_linear_with(const char *name, const fd_linear_args *args) {
     if (found) found->linear(args);
     return found ? 0 : -1;
 }
+/* Sets differ in their scratch: bf16 inputs are kept as floats where there are no bf16 products. -1: no such set. */
+int64_t fd_linear_scratch_with(const char *name, const fd_weight *w, int rows) {
+    const fd_kernels *found = find(name);
+    return found ? found->linear_scratch(w, rows) : -1;
+}
 
 const char *fd_fingerprint(void) { return FD_FINGERPRINT; }
 const char *fd_selected(void) { return selected->name; }

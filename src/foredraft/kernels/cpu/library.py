@@ -101,8 +101,10 @@ class NativeLibrary:
         return True
 
     def _multiply_with(self, name: str, weight: WeightRecord, x: torch.Tensor) -> torch.Tensor | None:
-        out = torch.full((len(x), weight.n), torch.nan)
-        scratch = torch.empty(self.handle.fd_linear_scratch(weight, len(x)), dtype=torch.uint8)
+        num_bytes = self.handle.fd_linear_scratch_with(name.encode(), weight, len(x))
+        if num_bytes < 0:
+            return None
+        out, scratch = torch.full((len(x), weight.n), torch.nan), torch.empty(num_bytes, dtype=torch.uint8)
         product = LinearRecord(ctypes.pointer(weight), x.data_ptr(), out.data_ptr(), scratch.data_ptr(), len(x))
         return None if self.handle.fd_linear_with(name.encode(), product) else out
 
@@ -166,6 +168,8 @@ def _declare_functions(handle: ctypes.CDLL) -> None:
     handle.fd_linear.argtypes = [POINTER(LinearRecord)]
     handle.fd_linear.restype = None
     handle.fd_linear_with.argtypes = [c_char_p, POINTER(LinearRecord)]
+    handle.fd_linear_scratch_with.argtypes = [c_char_p, POINTER(WeightRecord), c_int]
+    handle.fd_linear_scratch_with.restype = c_int64
     handle.fd_attend_scratch.argtypes = [POINTER(AttentionRecord), POINTER(RowsRecord)]
     handle.fd_attend_scratch.restype = c_int64
     handle.fd_attend.argtypes = [POINTER(AttentionRecord), POINTER(RowsRecord), c_void_p]
