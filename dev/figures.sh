@@ -37,7 +37,7 @@ figure compare foredraft generate "def read_lines(path):" --temperature 0.6 --to
 figure grown_model foredraft bench grow --params 430M --out "$out/grown430"
 [ "${#others[@]}" -gt 0 ] && figure grown foredraft bench compare --model "$out/grown430" --prompts 8 --max-tokens 128 \
     --threads 2 --methods draft_model:3,ngram:8,ngram_lm:8 --spec-tokens 3 --lookup-tokens 8 "${others[@]}" \
-    --quantization int8,int4 --verify-cost 1,2,4,5,8,16
+    --quantization int8,int4 --verify-cost 1,2,4,5,8,16 --plot docs/compare-430m.png
 figure latency foredraft bench latency --prompts 50 --methods draft_model:2,ngram:8,ngram_lm:8 \
     --verify-cost 1,2,4,5,8,16
 figure latency_sampled foredraft bench latency --prompts 20 --methods draft_model:2,ngram:8,ngram_lm:8 \
