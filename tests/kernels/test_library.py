@@ -16,7 +16,7 @@ from foredraft.kernels.attention import attend
 from foredraft.kernels.cpu import build, openmp
 from foredraft.kernels.cpu import library as module
 from foredraft.kernels.cpu.library import INSTRUCTION_SETS, KERNELS_VARIABLE, NativeLibrary, load_library
-from foredraft.kernels.cpu.records import RECORDS
+from foredraft.kernels.cpu.records import RECORDS, WeightRecord
 from foredraft.kernels.linear import PackedWeight, linear, linear_reference
 from foredraft.kernels.rows import PackedRows
 from foredraft.models.forward_batch import Span
@@ -116,6 +116,24 @@ def test_an_instruction_set_by_name(monkeypatch: pytest.MonkeyPatch, name: str) 
     assert chosen.instruction_set == next(
         one for one in INSTRUCTION_SETS if chosen.is_supported(one) and one not in slow
     )
+
+
+@NATIVE
+def test_the_scratch_of_a_product_is_that_of_its_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever set is selected: a set that keeps inputs as floats needs twice the bytes of one that rounds them."""
+    monkeypatch.setenv(KERNELS_VARIABLE, "")
+    library = load_library()
+    assert library is not None
+    weight = WeightRecord(None, None, None, 96, 352)
+    sizes = {}
+    for name in filter(library.is_supported, INSTRUCTION_SETS):
+        library.select(name)
+        sizes[name] = library.handle.fd_linear_scratch(weight, 9)
+    for selected in sizes:
+        library.select(selected)
+        assert {name: library.handle.fd_linear_scratch_with(name.encode(), weight, 9) for name in sizes} == sizes
+    library.select()
+    assert library.handle.fd_linear_scratch_with(b"none", weight, 9) == -1
 
 
 @NATIVE
