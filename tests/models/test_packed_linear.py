@@ -156,10 +156,10 @@ def test_what_quantisation_costs_in_quality() -> None:
         name: (log_probs_of[None].exp() * (log_probs_of[None] - log_probs)).sum(-1).mean().item()
         for name, log_probs in log_probs_of.items()
     }
-    assert away["int8"] < 0.0006
-    assert away["int4"] < 0.025
+    assert away["int8"] < 0.0009
+    assert away["int4"] < 0.04
     assert loss["int8"] - loss[None] < 0.004
-    assert loss["int4"] - loss[None] < 0.03
+    assert loss["int4"] - loss[None] < 0.043
 
 
 @pytest.mark.parametrize("name", ["int8", "int4"])
