@@ -140,7 +140,7 @@ def read_held_out(windows: int, length: int) -> Tensor:
 @NATIVE
 @torch.inference_mode()
 def test_what_quantisation_costs_in_quality() -> None:
-    """The unit is nats per token of held-out text; the bounds are about 1.5 times the measured values."""
+    """The unit is nats per token of held-out text; the bounds are a little above the measured values."""
     model = AutoModelForCausalLM.from_pretrained(zoo.find_folder("target"), dtype=torch.float32).eval()
     ids = read_held_out(16, 160)
     log_probs_of = {None: model(ids[:, :-1], use_cache=False).logits.log_softmax(-1)}
@@ -156,10 +156,10 @@ def test_what_quantisation_costs_in_quality() -> None:
         name: (log_probs_of[None].exp() * (log_probs_of[None] - log_probs)).sum(-1).mean().item()
         for name, log_probs in log_probs_of.items()
     }
-    assert away["int8"] < 0.0009
-    assert away["int4"] < 0.04
+    assert away["int8"] < 0.0006
+    assert away["int4"] < 0.03
     assert loss["int8"] - loss[None] < 0.004
-    assert loss["int4"] - loss[None] < 0.043
+    assert loss["int4"] - loss[None] < 0.03
 
 
 @pytest.mark.parametrize("name", ["int8", "int4"])

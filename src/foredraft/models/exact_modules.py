@@ -97,7 +97,12 @@ def replace_modules(model: Any, kernels: ExactKernels) -> None:
 
 def replace_rms_norms(model: Any, kernels: ExactKernels) -> None:
     """Replace the RMS norms of a model by those of one kernel each. Other modules stay."""
-    _replace(model, lambda module: _make_rms_norm(module, kernels))
+
+    def make(module: nn.Module) -> nn.Module | None:
+        trial = _NormTrial.run(module)
+        return None if trial is None else _make_rms_norm(trial, kernels)
+
+    _replace(model, make)
 
 
 @torch.no_grad()
@@ -116,21 +121,16 @@ def _make_exact(module: nn.Module, kernels: ExactKernels) -> nn.Module | None:
         return ExactLinear(module, kernels)
     if type(module) is nn.LayerNorm and len(module.normalized_shape) == 1:
         return ExactLayerNorm(module.weight, module.bias, module.eps, kernels)
-    return _make_rms_norm(module, kernels) or _make_layer_norm(module, kernels)
-
-
-def _make_rms_norm(module: nn.Module, kernels: ExactKernels) -> nn.Module | None:
     trial = _NormTrial.run(module)
-    if trial is None:
-        return None
+    return None if trial is None else _make_rms_norm(trial, kernels) or _make_layer_norm(trial, kernels)
+
+
+def _make_rms_norm(trial: "_NormTrial", kernels: ExactKernels) -> nn.Module | None:
     form = next((form for form in RMS_FORMS if _is_equal(trial.out, form.compute(*trial.inputs))), None)
     return None if form is None else ExactRMSNorm(trial.weight, trial.eps, form, kernels)
 
 
-def _make_layer_norm(module: nn.Module, kernels: ExactKernels) -> nn.Module | None:
-    trial = _NormTrial.run(module)
-    if trial is None:
-        return None
+def _make_layer_norm(trial: "_NormTrial", kernels: ExactKernels) -> nn.Module | None:
     weight, rows = trial.weight, trial.rows
     wide = nn.functional.layer_norm(rows.float(), weight.shape, weight.float(), None, trial.eps)
     return ExactLayerNorm(weight, None, trial.eps, kernels) if _is_equal(trial.out, wide.to(rows.dtype)) else None
