@@ -199,6 +199,7 @@ SPECS: dict[str, Any] = {
     "shares_target_kv is none": _spec(shares_target_kv=None),
     "reads_commits is a number": _spec(reads_commits=0),
     "is_token_source is a number": _spec(is_token_source=1),
+    "samples_drafts is a number": _spec(samples_drafts=1),
     "draft_kv is none": _spec(draft_kv="all of it"),
 }
 

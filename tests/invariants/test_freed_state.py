@@ -44,7 +44,7 @@ SHARED = {
     "SpecUnion._specs": "what every part needs",
     "SpecUnion._columns": "boundaries of every part",
     "EnsembleDrafter._selected": "parts that were asked in the last step",
-    "ModelMemberStats.depth_by_nodes": "numbers by draft length",
+    "MemberStats.depth_by_nodes": "numbers by draft length",
     "EarlyExit._truncated_targets": "one per exit layer",
     "StaticTree._restricted_trees": "the shape of a fixed tree",
     "StaticTree._sorted_paths": "the shape of a fixed tree",

@@ -108,14 +108,6 @@ class AdaptiveLengthPolicy:
         self.decision = decision
         self.counts[decision.reason] += 1
 
-    def begin_unplanned_step(self, candidates: Candidates) -> None:
-        """Prepare a step whose lengths `LossBudgetPolicy` chooses. It needs no warm-up and starts no probe."""
-        self.observer.end_warmup()
-        self.observer.begin_step(len(candidates), any(c.min_nodes for c in candidates))
-        self._probes.set_load(len(candidates))
-        if self.observer.register(candidates):
-            self._plan.expire()
-
     def repeat_none(self, num_requests: int, kinds: Set[int]) -> bool:
         """Decide for no draft again; see `DraftLengthPolicy.repeat_none`."""
         if self.observer.is_drafting or self._probes.slots or not self._plan.covers(kinds):

@@ -31,10 +31,6 @@ class ProbeSchedule:
         """Return whether the load is more than half and less than twice the reference load."""
         return self._reference_load / 2 < load < self._reference_load * 2
 
-    def set_load(self, load: int) -> None:
-        """Set the reference load, and nothing else. `LossBudgetPolicy` does so in steps without a plan."""
-        self._reference_load = load
-
     def adapt_to_load(self, load: int, step: int) -> None:
         """If the load has halved or doubled, set the reference load, reset the interval and allow a probe now."""
         if not self.is_load_similar(load):

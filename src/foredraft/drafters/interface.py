@@ -65,6 +65,9 @@ class Drafter(Protocol):
         """Drop the state of these slots. Their requests ended, were aborted or preempted, or a step raised."""
 
 
+NO_DRAFT = -1  # strength of a match that `TokenDraftSource.draft` makes no draft from
+
+
 class TokenDraftSource(Protocol):
     """Additional methods of a drafter that reads token ids alone, no hidden states. TokenDrafter implements them.
 
@@ -77,11 +80,11 @@ class TokenDraftSource(Protocol):
         """Draft at most `budget` nodes for one request."""
 
     def match_strength(self, request: Request) -> int:
-        """Return a measure of how reliable the draft is that `draft` returned last for this request; 0 = unknown.
+        """Return a measure of how reliable a draft after the last committed token is; 0 = unknown.
 
-        For a copied draft it is the number of committed tokens that matched before the copy. It must follow from the
-        committed tokens, not from sampled draft tokens. An ensemble estimates the acceptance of a member separately for
-        each value.
+        For a copied draft it is the number of committed tokens that match before the copy. `NO_DRAFT` = `draft` would
+        draft nothing. It must follow from the committed tokens, not from sampled draft tokens. An ensemble estimates
+        the acceptance of a member separately for each value.
         """
 
     def continue_draft(self, request: Request, path: Sequence[int], budget: int) -> Draft:

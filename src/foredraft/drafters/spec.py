@@ -39,6 +39,8 @@ class DrafterSpec:
             the first step. It raises ForedraftError for a target that the drafter cannot use. Default None.
         reads_commits: False if `observe` does nothing; it is then not called. Default True.
         is_token_source: True if the drafter is a `TokenDraftSource`, for ensembles. Default False.
+        samples_drafts: True if a token source samples the drafts of requests that sample, which takes time. An
+            ensemble makes such a draft only if it selects it. Default False.
         is_chain: True if every draft is a chain, under every rule. The rule `auto` then verifies by `block` where it
             pays. Default False.
         title: name in logs and reports. Default None = the name of the method.
@@ -61,6 +63,7 @@ class DrafterSpec:
     attach: Callable[[HFModel], None] | None = None
     reads_commits: bool = True
     is_token_source: bool = False
+    samples_drafts: bool = False
     is_chain: bool = False
     title: str | None = None
     silence_mismatch: Callable[[], None] = _do_nothing

@@ -37,14 +37,18 @@ class TokenDrafter(ABC, Generic[S]):
     Args:
         num_speculative_tokens: K, the largest depth of a draft.
         max_nodes: maximum number of draft nodes. Default None = `num_speculative_tokens`.
+        samples_drafts: see `DrafterSpec.samples_drafts`. Default False.
     """
 
-    def __init__(self, num_speculative_tokens: int, max_nodes: int | None = None) -> None:
+    def __init__(
+        self, num_speculative_tokens: int, max_nodes: int | None = None, *, samples_drafts: bool = False
+    ) -> None:
         self.num_speculative_tokens = num_speculative_tokens
         self.spec = DrafterSpec(
             num_speculative_tokens if max_nodes is None else max_nodes,
             reads_commits=type(self).observe is not TokenDrafter.observe,
             is_token_source=True,
+            samples_drafts=samples_drafts,
         )
         self._states: dict[int, S] = {}  # by slot
 
@@ -80,8 +84,8 @@ class TokenDrafter(ABC, Generic[S]):
         return self.draft_tokens(state, request, depth, budget) if depth > 0 else Draft()
 
     def match_strength(self, request: Request) -> int:
-        """Return the `state_match_strength` of a request; `draft` must have been called for it in this step."""
-        return self.state_match_strength(self._states[request.slot])
+        """Return the `state_match_strength` of a request, after its last committed token."""
+        return self.state_match_strength(self._update_state(request))
 
     def continue_draft(self, request: Request, path: Sequence[int], budget: int) -> Draft:
         """Draft at most `budget` nodes below `path`; see `TokenDraftSource.continue_draft`."""

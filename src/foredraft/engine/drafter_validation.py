@@ -56,6 +56,7 @@ def validate_spec(spec: DrafterSpec, num_layers: int | None) -> None:
         "shares_target_kv": spec.shares_target_kv,
         "reads_commits": spec.reads_commits,
         "is_token_source": spec.is_token_source,
+        "samples_drafts": spec.samples_drafts,
     }
     for name, value in flags.items():
         if type(value) is not bool:

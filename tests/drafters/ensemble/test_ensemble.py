@@ -24,7 +24,7 @@ from foredraft.drafters.ensemble.shared_kv import combine_draft_kv
 from foredraft.drafters.ensemble.spec_union import merge_layers
 from foredraft.drafters.ensemble.tree_merge import MergedTree, map_path_to_member
 from foredraft.drafters.failure_backoff import MAX_FAILURES
-from foredraft.drafters.interface import Drafter
+from foredraft.drafters.interface import NO_DRAFT, Drafter
 from foredraft.drafters.method import DrafterContext
 from foredraft.drafters.ngram.drafter import Config as NgramConfig
 from foredraft.drafters.ngram.drafter import NgramDrafter
@@ -152,6 +152,55 @@ def test_samples_share_the_budget_so_that_none_is_left_out(verify: str, budget: 
     tree = make_ensemble("merge", *drafters).propose(batch)
     assert seen == [(share, rank) for rank, share in enumerate(shares)], "each in a stream of its own"
     assert tree.sizes[0] - 1 == min(budget, sum(shares))
+
+
+class CountingNgram(NgramDrafter):
+    """Prompt lookup as a member whose drafts of sampled requests take time; it counts them."""
+
+    def __init__(self) -> None:
+        super().__init__(NgramConfig(), 3)
+        self.spec = replace(self.spec, samples_drafts=True)
+        self.num_drafts = 0
+
+    def draft(self, request: Request, budget: int) -> Draft:
+        self.num_drafts += 1
+        return super().draft(request, budget)
+
+
+@pytest.mark.parametrize(("mode", "temperature", "is_made"), [("auto", 1.0, False), ("auto", 0.0, True),
+                                                              ("merge", 1.0, True)])  # fmt: skip
+def test_a_draft_that_takes_time_is_made_only_if_it_is_selected(
+    mode: SelectionMode, temperature: float, is_made: bool
+) -> None:
+    member = CountingNgram()
+    ensemble = make_ensemble(mode, member, make_scripted([3, 4, 7]))
+    batch = batch_of(TEXT, sampling=replace(GREEDY, temperature=temperature))
+    ensemble.selector.sampling_stats[0].num_uses = 9  # it is not due
+    ensemble.model_stats[1].num_uses = 0  # this one is
+    tree = ensemble.propose(batch)
+    assert tree.tokens[0][1:4] == [3, 4, 7] or mode == "merge"
+    assert bool(member.num_drafts) is is_made
+
+
+def test_a_selected_draft_is_made_with_its_size_and_its_time_is_recorded() -> None:
+    member = CountingNgram()
+    ensemble = make_ensemble("auto", member)
+    batch = batch_of(TEXT, sampling=replace(GREEDY, temperature=1.0))
+    assert ensemble.propose(batch).tokens == [[2, 3, 4, 5]]
+    stats = ensemble.selector.sampling_stats[0]
+    assert member.num_drafts == 1
+    assert stats.cost.is_fitted
+    assert list(stats.depth_by_nodes.values()) == [3.0]
+    ensemble.observe(batch, Commit(([3],), ([0],), None))
+    assert stats.num_uses == 1
+
+
+def test_no_match_is_no_candidate() -> None:
+    member = CountingNgram()
+    member.match_strength = lambda request: NO_DRAFT  # type: ignore[method-assign]
+    ensemble = make_ensemble("auto", member)
+    assert ensemble.propose(batch_of(TEXT, sampling=replace(GREEDY, temperature=1.0))).tokens == [[2]]
+    assert member.num_drafts == 0
 
 
 def test_a_budget_is_kept_and_block_verification_gets_chains() -> None:

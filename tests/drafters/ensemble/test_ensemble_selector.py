@@ -9,11 +9,10 @@ from itertools import pairwise
 import pytest
 
 from foredraft.drafters.draft import Draft
+from foredraft.drafters.ensemble.member_stats import MAX_RETRY_STEPS, MemberStats
 from foredraft.drafters.ensemble.selector import (
-    MAX_RETRY_STEPS,
     CandidateDraft,
     EnsembleSelector,
-    ModelMemberStats,
     RequestChoices,
     SelectionMode,
     share_nodes,
@@ -51,7 +50,7 @@ def sample_num_accepted(length: int, share: float, chance: random.Random) -> int
 
 def speed(world: World, mode: SelectionMode | None, steps: int = 1500, only: str = "") -> float:
     """Tokens per second. mode None: always the part `only`."""
-    chance, use = random.Random(1), ModelMemberStats(1, max_nodes=BUDGET)
+    chance, use = random.Random(1), MemberStats(1, max_nodes=BUDGET)
     choice = EnsembleSelector([use], mode or "auto")
     seconds = tokens = 0.0
     for step in range(steps):
@@ -133,7 +132,7 @@ def test_where_each_is_better_at_times_both_together_are_faster_than_either(name
 
 
 def test_a_part_that_is_not_worth_it_is_tried_ever_more_rarely() -> None:
-    use = ModelMemberStats(1, max_nodes=BUDGET)
+    use = MemberStats(1, max_nodes=BUDGET)
     choice = EnsembleSelector([use], "auto")
     for _ in range(40):
         choice.pass_cost.update(1, 1.0)
@@ -149,6 +148,75 @@ def test_a_part_that_is_not_worth_it_is_tried_ever_more_rarely() -> None:
     assert 3 <= len(asked) < 12
     assert gaps == sorted(gaps)
     assert gaps[-1] == MAX_RETRY_STEPS + 1
+
+
+def make_unmade(selector: EnsembleSelector, strength: int = 3, budget: int = BUDGET) -> RequestChoices:
+    """Make the choices of a request with one candidate whose draft is made after the selection."""
+    candidate = CandidateDraft(None, (0, strength), (0,), budget, budget, is_sampled=True)
+    return RequestChoices(0, budget, [candidate], is_sampled=True)
+
+
+def make_sampling_selector(seconds: float, accepted: int, tested: int) -> tuple[EnsembleSelector, MemberStats]:
+    """Make a selector with measured costs: one second a pass, `seconds` for a draft of any length of member 0."""
+    stats = MemberStats(0, max_nodes=BUDGET)
+    selector = EnsembleSelector([], "auto", {0: stats})
+    for _ in range(40):
+        selector.pass_cost.update(1, 1.0)
+        selector.record_step(1, 1.0)
+        selector.estimates.update(0, (0, 3), accepted, tested)
+        stats.cost.update(4, seconds)
+        selector.record_selection([stats])
+    return selector, stats
+
+
+@pytest.mark.parametrize(("seconds", "accepted", "is_taken"), [(0.2, 1, True), (6.0, 1, False), (0.2, 0, False)])
+def test_a_draft_that_is_not_made_yet_is_weighed_with_its_time(seconds: float, accepted: int, is_taken: bool) -> None:
+    selector, _ = make_sampling_selector(seconds, accepted, tested=1)
+    plan = selector.select_candidate(make_unmade(selector))
+    assert (plan.candidate is not None) is is_taken
+
+
+def test_a_draft_that_is_not_made_yet_is_as_long_as_pays() -> None:
+    selector, stats = make_sampling_selector(0.2, accepted=1, tested=2)  # the second token is never right
+    for num_nodes in range(1, BUDGET + 1):
+        stats.record_depth(num_nodes, num_nodes)
+    plan = selector.select_candidate(make_unmade(selector))
+    assert plan.candidate is not None
+    assert plan.candidate.size < 3
+
+
+def test_a_sampling_member_that_does_not_pay_is_tried_ever_more_rarely() -> None:
+    selector, stats = make_sampling_selector(3.0, accepted=0, tested=1)
+    tried = []
+    for step in range(1500):
+        plan = selector.select_candidate(make_unmade(selector))
+        if plan.candidate is not None:
+            tried.append(step)
+        selector.record_selection([] if plan.candidate is None else [stats])
+    gaps = [after - before for before, after in pairwise(tried)]
+    assert 3 <= len(tried) < 9
+    assert gaps == sorted(gaps)
+    assert gaps[-1] > 2 * gaps[0]
+
+
+def test_the_first_times_of_a_cost_are_forgotten() -> None:
+    cost = LinearCost(is_proportional=False)
+    for size, seconds in ((16, 50.0), (9, 20.0), (2, 1.0), (3, 1.0), (4, 1.0)):
+        cost.update(size, seconds)
+    assert cost.predict(8) == pytest.approx(1.0)
+
+
+def test_a_request_without_drafts_returns_to_the_estimate_of_all_requests() -> None:
+    estimates = ValueEstimates()
+    for _ in range(40):
+        estimates.update(0, (1, 0), 1, 1)
+    for _ in range(8):
+        estimates.update(1, (1, 0), 0, 1)
+    shared, low = estimates.estimate_rates(2, (1, 0))[0], estimates.estimate_rates(1, (1, 0))[0]
+    assert low < 0.5 * shared
+    for _ in range(60):
+        estimates.fade_request(1, (1, 0))
+    assert estimates.estimate_rates(1, (1, 0))[0] == pytest.approx(shared, rel=0.05)
 
 
 def test_shares_start_from_what_is_known_of_others_and_come_to_their_own() -> None:

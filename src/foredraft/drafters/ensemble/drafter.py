@@ -10,14 +10,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from foredraft.drafters.ensemble.members import EnsembleMember, merge_drafts
+from foredraft.drafters.ensemble.member_stats import MemberStats
+from foredraft.drafters.ensemble.members import EnsembleMember, is_draft_sampled, merge_drafts
 from foredraft.drafters.ensemble.node_maps import NodeMaps
 from foredraft.drafters.ensemble.proposal_records import StepRecords
 from foredraft.drafters.ensemble.proposal_timer import ProposalTimer
 from foredraft.drafters.ensemble.recent_use import RecentUse
 from foredraft.drafters.ensemble.selector import (
     EnsembleSelector,
-    ModelMemberStats,
     RequestChoices,
     RequestDraftPlan,
     SelectionMode,
@@ -48,14 +48,15 @@ class EnsembleDrafter:
     ) -> None:
         self.members, self.mode = list(members), mode
         self.specs = SpecUnion(self.members, mode, title)
-        self.model_stats = {i: ModelMemberStats(i) for i, member in enumerate(members) if not member.is_token_only}
-        self.selector = EnsembleSelector(list(self.model_stats.values()), mode)
+        self.model_stats = {i: MemberStats(i) for i, member in enumerate(members) if not member.is_token_only}
+        sampling_stats = {i: MemberStats(i) for i, member in enumerate(members) if member.samples_drafts}
+        self.selector = EnsembleSelector(list(self.model_stats.values()), mode, sampling_stats)
         self._timer = ProposalTimer(clock)
         self._use = RecentUse()
         self._node_maps = NodeMaps()
         self._records = StepRecords()
-        self._composer = TreeComposer(self.members, self.selector, self._node_maps, self._records)
-        self._selected: list[ModelMemberStats] = []
+        self._composer = TreeComposer(self.members, self.selector, self._node_maps, self._records, clock)
+        self._selected: list[MemberStats] = []
 
     @property
     def spec(self) -> DrafterSpec:
@@ -68,7 +69,7 @@ class EnsembleDrafter:
         self._records.clear()
         rows = batch.find_drafting()
         all_choices = {b: self._collect_choices(batch, b) for b in rows}
-        for index, stats in self.model_stats.items():
+        for index, stats in (*self.model_stats.items(), *self.selector.sampling_stats.items()):
             stats.max_nodes = self.members[index].max_nodes
         self._selected, found = self.selector.select_members(list(all_choices.values()))
         plans = dict(zip(rows, found, strict=True))
@@ -100,10 +101,11 @@ class EnsembleDrafter:
     def _collect_choices(self, batch: Batch, b: int) -> RequestChoices:
         request, budget = batch.requests[b], batch.granted_nodes[b]
         self.selector.estimates.register(request.slot, not request.spec.sampling.is_greedy)
+        can_wait = self.mode != "merge"  # merged drafts are all needed
         candidates = [
             candidate
             for i, member in enumerate(self.members)
-            if (candidate := member.draft_from_tokens(i, request, budget)) is not None
+            if (candidate := member.find_candidate(i, request, budget, can_wait)) is not None
         ]
         is_chain = not request.spec.rule.takes_trees
         if (
@@ -117,16 +119,15 @@ class EnsembleDrafter:
         for candidate in candidates:
             for i in candidate.members:
                 self._node_maps.set(i, b, [0])  # until its draft is selected, no node is its own
-            if not candidate.is_sampled:  # a sampled draft is recorded only if it is verified
+            if candidate.draft is not None and not candidate.is_sampled:  # samples are recorded only if verified
                 candidate.past_index = step.add_draft(candidate.key, candidate.draft.tokens, candidate.draft.parents)
-        is_sampled = request.spec.rule.uses_q and not request.spec.sampling.is_greedy
         stale = tuple(i for i in self.model_stats if not self._use.is_fresh(i, request.slot))
-        return RequestChoices(request.slot, budget, candidates, not is_chain, is_sampled, stale)
+        return RequestChoices(request.slot, budget, candidates, not is_chain, is_draft_sampled(request), stale)
 
     def _propose_with(
         self,
         batch: Batch,
-        stats: ModelMemberStats,
+        stats: MemberStats,
         rank: int,
         all_choices: dict[int, RequestChoices],
         plans: dict[int, RequestDraftPlan],
@@ -158,7 +159,12 @@ class EnsembleDrafter:
     def _update_estimates(self, batch: Batch, commit: Commit, now: float) -> None:
         self._use.num_steps += 1
         num_tokens = self._records.update_estimates(self.selector.estimates, batch, commit)
-        self.selector.record_selection(self._selected)
+        for slot, record in self._records.by_slot.items():
+            keys = {draft.key for draft in record.past_drafts}
+            for stats in self.model_stats.values():
+                if stats.key not in keys:
+                    self.selector.estimates.fade_request(slot, stats.key)
+        self.selector.record_selection([*self._selected, *self._composer.sampled])
         if max(batch.num_new_tokens) == 1:  # a pass with prompt chunks does not measure the cost of draft rows
             self._timer.record(self.selector, num_tokens, now)
 

@@ -9,7 +9,7 @@ from foredraft.drafters.draft import Draft
 from foredraft.drafters.ensemble.selector import CandidateDraft
 from foredraft.drafters.ensemble.tree_merge import MergedTree
 from foredraft.drafters.failure_backoff import Clock, FailureBackoff
-from foredraft.drafters.interface import Drafter, TokenDraftSource
+from foredraft.drafters.interface import NO_DRAFT, Drafter, TokenDraftSource
 from foredraft.drafters.request_snapshot import SnapshotCache, call_isolated
 from foredraft.request import Request
 from foredraft.tree import TokenTree
@@ -35,6 +35,7 @@ class EnsembleMember:
         self._snapshots = SnapshotCache()
         spec = self.drafter.spec
         self.is_token_only = spec.is_token_source and not spec.hidden_layers
+        self.samples_drafts = self.is_token_only and spec.samples_drafts
         # the quarantine of a sandbox ends in `observe`, and that of a token member in the ensemble
         self.is_observed = spec.reads_commits or not self.is_token_only
 
@@ -54,12 +55,22 @@ class EnsembleMember:
     def max_nodes(self) -> int:
         return 0 if self.backoff.is_quarantined else self.sandboxed.spec.max_nodes
 
-    def draft_from_tokens(self, index: int, request: Request, budget: int) -> CandidateDraft | None:
-        """Draft from committed tokens as the member with this index; None without a draft."""
+    def find_candidate(self, index: int, request: Request, budget: int, can_wait: bool) -> CandidateDraft | None:
+        """Draft from committed tokens as the member with this index; None without a draft.
+
+        `can_wait`: a draft that takes time is not made yet (`make_draft`).
+        """
         token_drafter = self.token_drafter
         max_nodes = 0 if token_drafter is None else min(budget, self.max_nodes)
         if token_drafter is None or max_nodes <= 0:
             return None
+        if can_wait and self.samples_drafts and not request.spec.sampling.is_greedy:
+            strength = self.call_drafter("draft", request, lambda: token_drafter.match_strength(request))
+            if strength is None or strength == NO_DRAFT:
+                return None
+            return CandidateDraft(
+                None, (index, min(strength, MAX_MATCH_STRENGTH)), (index,), max_nodes, max_nodes, is_sampled=True
+            )
         result = self.call_drafter("draft", request, lambda: _draft_with_strength(token_drafter, request, max_nodes))
         if result is None:
             return None
@@ -73,9 +84,16 @@ class EnsembleMember:
             (index, weight),
             (index,),
             size,
-            max_nodes if is_sampled else _compute_depth(draft.parents),
+            max_nodes if is_sampled else compute_depth(draft.parents),
             is_sampled,
         )
+
+    def make_draft(self, request: Request, budget: int) -> Draft:
+        """Make the draft of a candidate that has none yet; an empty one if that fails."""
+        token_drafter = self.token_drafter
+        if token_drafter is None:
+            return Draft()
+        return self.call_drafter("draft", request, lambda: token_drafter.draft(request, budget)) or Draft()
 
     def call_drafter(self, operation: str, request: Request, call: Callable[[], T]) -> T | None:
         """Call the token drafter in isolation; None if the call failed."""
@@ -86,11 +104,17 @@ class EnsembleMember:
         self._snapshots.forget(slots)
 
 
+def is_draft_sampled(request: Request) -> bool:
+    """Return whether a request's drafts are verified as samples of their q."""
+    return request.spec.rule.uses_q and not request.spec.sampling.is_greedy
+
+
 def merge_drafts(candidates: Sequence[CandidateDraft], budget: int) -> CandidateDraft:
     """Merge deterministic drafts of several token members into one candidate."""
     merged = MergedTree.from_root(0)
     for candidate in candidates:
-        merged.graft(candidate.draft, budget)
+        if candidate.draft is not None:
+            merged.graft(candidate.draft, budget)
     parts = tuple(i for candidate in candidates for i in candidate.members)
     draft = Draft(tuple(merged.tokens[1:]), tuple(merged.parents[1:]))
     key = parts, max(candidate.key[1] for candidate in candidates)
@@ -106,11 +130,13 @@ def make_single_tree(draft: Draft, root: int) -> MergedTree:
 
 def _draft_with_strength(drafter: TokenDraftSource, request: Request, max_nodes: int) -> tuple[Draft, int]:
     draft = drafter.draft(request, max_nodes)
-    return draft, min(drafter.match_strength(request), MAX_MATCH_STRENGTH) if draft.tokens else 0
+    return draft, min(max(drafter.match_strength(request), 0), MAX_MATCH_STRENGTH) if draft.tokens else 0
 
 
-def _compute_depth(parents: Sequence[int]) -> int:
+def compute_depth(parents: Sequence[int]) -> int:
     """Return the depth of a draft from its parents; 0 = the root."""
+    if not parents:
+        return 0
     if parents[-1] == len(parents) - 1 and tuple(parents) == tuple(range(len(parents))):
         return len(parents)
     depths = [0]

@@ -9,66 +9,30 @@ never on tokens sampled in this step. So rejection sampling stays lossless.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from foredraft.drafters.draft import Draft
+from foredraft.drafters.ensemble.member_stats import MIN_DRAFTS, MemberStats
 from foredraft.drafters.ensemble.value import EstimateKey, LinearCost, ValueEstimates, estimate_gain
 
 SelectionMode = Literal["auto", "merge", "sequence"]
 SELECTION_MODES: tuple[SelectionMode, ...] = ("auto", "merge", "sequence")
-MIN_DRAFTS = 3.0  # drafts of a member before its estimates are used
-# steps without a draft before an unselected member is tried again; doubled after each retry
-FIRST_RETRY_STEPS, MAX_RETRY_STEPS = 32, 512
+CATCH_UP_STEPS = 8.0  # steps that share the time in which a member reads the tokens that it has not read yet
 MIN_MERGE_NODES = 4  # smallest budget for which two drafts are merged
 RATE_WINDOW = 32.0  # steps over which the tokens per second are averaged
 
 
-@dataclass(eq=False)
-class ModelMemberStats:
-    """Measured costs and use of a member that needs a forward pass of its own."""
-
-    index: int
-    max_nodes: int = 1 << 30  # maximum draft nodes per request in this step
-    cost: LinearCost = field(default_factory=lambda: LinearCost(is_proportional=True))  # seconds by draft depth
-    catch_up_seconds: float = 0.0  # extra seconds if it must first read tokens of steps without a draft
-    depth_by_nodes: dict[int, float] = field(default_factory=dict)  # node budget -> average depth of the drafts
-    num_uses: int = 0  # steps in which it drafted
-    num_idle_steps: int = 0  # steps since its last draft
-    retry_interval: int = FIRST_RETRY_STEPS  # idle steps before the next retry
-
-    @property
-    def key(self) -> EstimateKey:
-        return self.index, 0
-
-    def estimate_depth(self, num_nodes: int) -> float:
-        """Estimate the depth of a draft with this node budget."""
-        num_nodes = min(num_nodes, self.max_nodes)
-        return self.depth_by_nodes.get(num_nodes, float(num_nodes))
-
-    def record_time(self, depth: int, seconds: float, is_fresh: bool) -> None:
-        if is_fresh:
-            self.cost.update(depth, seconds)
-        elif self.cost.is_fitted:
-            self.catch_up_seconds += 0.2 * (max(seconds - self.cost.predict(depth), 0.0) - self.catch_up_seconds)
-
-    def record_depth(self, num_nodes: int, depth: int) -> None:
-        """Record the depth of a draft that had this node budget."""
-        self.depth_by_nodes[num_nodes] = (
-            0.8 * self.estimate_depth(num_nodes) + 0.2 * depth if num_nodes in self.depth_by_nodes else float(depth)
-        )
-
-
 @dataclass(slots=True)
 class CandidateDraft:
-    """A draft of token members that exists before the selection."""
+    """A draft of token members that the selection weighs against those of model members."""
 
-    draft: Draft
+    draft: Draft | None  # None = it is made after the selection, because that takes time
     key: EstimateKey
     members: tuple[int, ...]
     size: int
-    depth: int
+    depth: float
     is_sampled: bool  # it has a q; the selection must not depend on its tokens
     past_index: int = -1  # index in ProposalRecord.past_drafts; -1 = not recorded
     rates: tuple[float, float] = (0.0, 0.0)  # acceptance rates of the first node and of later ones
@@ -101,10 +65,22 @@ class RequestDraftPlan:
 
 
 class EnsembleSelector:
-    """Selection of candidates and model members from acceptance and cost estimates."""
+    """Selection of candidates and model members from acceptance and cost estimates.
 
-    def __init__(self, model_stats: Sequence[ModelMemberStats], mode: SelectionMode) -> None:
+    Args:
+        model_stats: costs of the model members.
+        mode: see `ensemble.Config`.
+        sampling_stats: costs of the token members whose drafts may be samples, by their index. Default None = none.
+    """
+
+    def __init__(
+        self,
+        model_stats: Sequence[MemberStats],
+        mode: SelectionMode,
+        sampling_stats: Mapping[int, MemberStats] | None = None,
+    ) -> None:
         self.model_stats, self.mode = model_stats, mode
+        self.sampling_stats = dict(sampling_stats or {})
         self.estimates = ValueEstimates()
         self.pass_cost = LinearCost(is_proportional=False)  # seconds of the target's forward pass by rows
         self._recent_tokens = self._recent_seconds = 0.0
@@ -117,24 +93,36 @@ class EnsembleSelector:
     def record_step(self, num_tokens: int, seconds: float) -> None:
         """Record the tokens and seconds of a whole step."""
         fade = 1.0 - 1.0 / RATE_WINDOW
-        self._recent_tokens, self._recent_seconds = (
-            self._recent_tokens * fade + num_tokens,
-            self._recent_seconds * fade + seconds,
-        )
+        self._recent_tokens = self._recent_tokens * fade + num_tokens
+        self._recent_seconds = self._recent_seconds * fade + seconds
 
     def select_candidate(self, choices: RequestChoices) -> RequestDraftPlan:
         """Select the candidate of largest value; none if no candidate pays for its rows."""
         best = RequestDraftPlan()
         for candidate in choices.candidates:
             candidate.rates = self.estimates.estimate_rates(choices.slot, candidate.key)
-            value = estimate_gain(candidate.rates, candidate.depth) - self._convert_rows_to_tokens(candidate.size)
+            value = self._estimate_value(candidate, choices.budget)
             if value > best.value or self.mode == "merge":
                 best = RequestDraftPlan(candidate, 0, value)
         return best
 
-    def select_members(
-        self, all_choices: Sequence[RequestChoices]
-    ) -> tuple[list[ModelMemberStats], list[RequestDraftPlan]]:
+    def _estimate_value(self, candidate: CandidateDraft, budget: int) -> float:
+        """Estimate the value of a candidate. If it is not made yet, its size is chosen first; inf if it is due."""
+        if candidate.draft is not None:
+            return estimate_gain(candidate.rates, candidate.depth) - self._convert_rows_to_tokens(candidate.size)
+        stats = self.sampling_stats[candidate.members[0]]
+        marginal_tokens = self.tokens_per_second * (self.pass_cost.slope + stats.cost.slope)
+        candidate.size = self._choose_num_nodes(stats, candidate.rates, min(budget, stats.max_nodes), marginal_tokens)
+        candidate.depth = stats.estimate_depth(candidate.size)
+        if stats.is_due:
+            return math.inf
+        return (
+            estimate_gain(candidate.rates, candidate.depth)
+            - self._convert_rows_to_tokens(candidate.depth)
+            - self.tokens_per_second * stats.cost.predict(candidate.depth)
+        )
+
+    def select_members(self, all_choices: Sequence[RequestChoices]) -> tuple[list[MemberStats], list[RequestDraftPlan]]:
         """Select the model members of this step, and make the plan of every request.
 
         The first selected member drafts for all plans with nodes; further ones only if `may_merge`.
@@ -149,8 +137,7 @@ class EnsembleSelector:
                 self._plan_with_member(choices, stats, plan, marginal_tokens)
                 for choices, plan in zip(all_choices, plans, strict=True)
             ]
-            if self._is_due(stats):
-                stats.retry_interval = min(2 * stats.retry_interval, MAX_RETRY_STEPS)
+            if stats.is_due:
                 return [stats], others
             gains = [other.value - plan.value for other, plan in zip(others, plans, strict=True)]
             member_plans = [
@@ -164,18 +151,15 @@ class EnsembleSelector:
                 plan.node_budget and stats.index in choices.stale_members
                 for choices, plan in zip(all_choices, member_plans, strict=True)
             )
-            seconds = stats.cost.predict(deepest) + (stats.catch_up_seconds if is_stale else 0.0)
+            seconds = stats.cost.predict(deepest) + (stats.catch_up_seconds / CATCH_UP_STEPS if is_stale else 0.0)
             gain = sum([value_gain for value_gain in gains if value_gain > 0.0]) - self.tokens_per_second * seconds
             if deepest and gain > best_gain:
                 selected, best_gain, best = stats, gain, member_plans
-        if selected is None:
-            return [], plans
-        selected.retry_interval = FIRST_RETRY_STEPS
-        return [selected], best
+        return ([], plans) if selected is None else ([selected], best)
 
     def _plan_merge(
         self, all_choices: Sequence[RequestChoices], plans: Sequence[RequestDraftPlan]
-    ) -> tuple[list[ModelMemberStats], list[RequestDraftPlan]]:
+    ) -> tuple[list[MemberStats], list[RequestDraftPlan]]:
         """Plan drafts of all members, the best first, with equal shares of the node budget.
 
         Shares are rounded up, and what does not fit is left out of the merged tree. Those of sampled drafts add up to
@@ -199,7 +183,7 @@ class EnsembleSelector:
             merged_plans.append(RequestDraftPlan(candidate, merged_budgets=shares[: len(all_stats)]))
         return all_stats, merged_plans
 
-    def _estimate_overall_value(self, stats: ModelMemberStats) -> float:
+    def _estimate_overall_value(self, stats: MemberStats) -> float:
         """Estimate the value of a member over all requests, less the cost of its drafts."""
         if stats.num_uses < MIN_DRAFTS:
             return float("inf")
@@ -219,21 +203,17 @@ class EnsembleSelector:
             self.estimates.estimate_rates(slot, key), num_tokens
         ) > self._convert_rows_to_tokens(num_tokens)
 
-    def record_selection(self, selected: Sequence[ModelMemberStats]) -> None:
-        for stats in self.model_stats:
-            is_selected = stats in selected
-            stats.num_idle_steps = 0 if is_selected else stats.num_idle_steps + 1
-            stats.num_uses += is_selected
-
-    def _is_due(self, stats: ModelMemberStats) -> bool:
-        return stats.max_nodes > 0 and (stats.num_uses < MIN_DRAFTS or stats.num_idle_steps >= stats.retry_interval)
+    def record_selection(self, selected: Collection[MemberStats]) -> None:
+        """Record the members that drafted in a step, of those whose drafts take time."""
+        for stats in (*self.model_stats, *self.sampling_stats.values()):
+            stats.record_use(stats in selected)
 
     def _convert_rows_to_tokens(self, num_rows: float) -> float:
         """Convert rows of the target's pass to the tokens that could be made in their time."""
         return self.tokens_per_second * self.pass_cost.slope * num_rows
 
     def _plan_with_member(
-        self, choices: RequestChoices, stats: ModelMemberStats, plan: RequestDraftPlan, marginal_tokens: float
+        self, choices: RequestChoices, stats: MemberStats, plan: RequestDraftPlan, marginal_tokens: float
     ) -> RequestDraftPlan:
         """Make the best plan with a member's draft: alone, or merged with the best candidate.
 
@@ -266,15 +246,15 @@ class EnsembleSelector:
             - self._convert_rows_to_tokens(depth + candidate_nodes)
         )
         merged = RequestDraftPlan(candidate, nodes, value)
-        return merged if value > solo.value or self._is_due(stats) else solo
+        return merged if value > solo.value or stats.is_due else solo
 
     def _choose_num_nodes(
-        self, stats: ModelMemberStats, rates: tuple[float, float], max_nodes: int, marginal_tokens: float
+        self, stats: MemberStats, rates: tuple[float, float], max_nodes: int, marginal_tokens: float
     ) -> int:
         """Choose the nodes of a draft: as many as gain more than they cost, if each node is one level."""
         first, later = rates
         if (
-            self._is_due(stats)
+            stats.is_due
             or stats.estimate_depth(max_nodes) < 0.9 * max_nodes
             or not 0.0 < later < 1.0
             or marginal_tokens <= 0.0
@@ -285,7 +265,7 @@ class EnsembleSelector:
         return min(max_nodes, 1 + int(math.log(marginal_tokens / first) / math.log(later)))
 
 
-def make_union_key(stats: ModelMemberStats, candidate: CandidateDraft) -> EstimateKey:
+def make_union_key(stats: MemberStats, candidate: CandidateDraft) -> EstimateKey:
     """Return the estimate key of a member's draft merged with a candidate."""
     return (stats.index, *candidate.members), candidate.key[1]
 

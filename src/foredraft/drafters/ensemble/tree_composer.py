@@ -1,17 +1,17 @@
 """Building of the verified trees of an ensemble by the plans of its selector."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from foredraft.drafters.draft import Draft, root_tree
-from foredraft.drafters.ensemble.members import EnsembleMember, make_single_tree
+from foredraft.drafters.ensemble.member_stats import MemberStats
+from foredraft.drafters.ensemble.members import EnsembleMember, compute_depth, make_single_tree
 from foredraft.drafters.ensemble.node_maps import NodeMaps
 from foredraft.drafters.ensemble.proposal_records import ProposalRecord, StepRecords
 from foredraft.drafters.ensemble.selector import (
     CandidateDraft,
     EnsembleSelector,
-    ModelMemberStats,
     RequestChoices,
     RequestDraftPlan,
     make_union_key,
@@ -25,7 +25,7 @@ from foredraft.tree import TokenTree
 class MemberProposal:
     """Trees of one model member for the requests of a step."""
 
-    stats: ModelMemberStats
+    stats: MemberStats
     tree: TokenTree
     q_offsets: Sequence[int]  # [B] first row of q of each request
 
@@ -38,6 +38,10 @@ class TreeComposer:
         selector: estimates of the members.
         node_maps: receives the members' nodes of this step.
         records: receives the drafts of this step.
+        clock: source of seconds.
+
+    Attributes:
+        sampled: costs of the token members that made a draft after the selection, in the last step.
     """
 
     def __init__(
@@ -46,16 +50,19 @@ class TreeComposer:
         selector: EnsembleSelector,
         node_maps: NodeMaps,
         records: StepRecords,
+        clock: Callable[[], float],
     ) -> None:
         self.members = members
         self.selector = selector
         self.node_maps = node_maps
         self.records = records
+        self.clock = clock
+        self.sampled: list[MemberStats] = []
 
     def compose(
         self,
         batch: Batch,
-        selected: Sequence[ModelMemberStats],
+        selected: Sequence[MemberStats],
         trees: Sequence[TokenTree],
         all_choices: dict[int, RequestChoices],
         plans: dict[int, RequestDraftPlan],
@@ -72,6 +79,7 @@ class TreeComposer:
         Returns:
             The trees; the only member's tree itself if nothing was added to it.
         """
+        self.sampled = []
         no_offsets = [0] * len(batch)
         proposals = [
             MemberProposal(stats, tree, no_offsets if tree.q is None else compute_q_offsets(batch, tree))
@@ -118,16 +126,28 @@ class TreeComposer:
             if not candidate.is_sampled:
                 self._graft(merged, b, candidate, choices.budget)
             elif not merged.num_draft_nodes:
-                step.add_draft(candidate.key, candidate.draft.tokens, candidate.draft.parents)
+                draft = candidate.draft or self._make_draft(request, candidate)
+                step.add_draft(candidate.key, draft.tokens, draft.parents)
                 self.node_maps.drop(candidate.members[0], b)
-                return make_single_tree(candidate.draft, batch.get_root_token(b))
+                return make_single_tree(draft, batch.get_root_token(b))
         elif merged.num_draft_nodes:
             self._extend(merged, request, proposals[0].stats, choices.budget)
         return merged
 
+    def _make_draft(self, request: Request, candidate: CandidateDraft) -> Draft:
+        """Make the draft of a selected candidate, and record its time."""
+        index = candidate.members[0]
+        stats, started = self.selector.sampling_stats[index], self.clock()
+        draft = self.members[index].make_draft(request, candidate.size)
+        depth = compute_depth(draft.parents)
+        stats.record_depth(candidate.size, depth)
+        stats.record_time(depth, self.clock() - started, is_fresh=True)
+        self.sampled.append(stats)
+        return draft
+
     def _record_draft(
         self,
-        stats: ModelMemberStats,
+        stats: MemberStats,
         record: ProposalRecord,
         choices: RequestChoices,
         tokens: Sequence[int],
@@ -141,11 +161,12 @@ class TreeComposer:
         ]
 
     def _graft(self, merged: MergedTree, b: int, candidate: CandidateDraft, budget: int) -> None:
+        assert candidate.draft is not None  # only drafts of samples are made late
         node_map = merged.graft(candidate.draft, budget)
         for i in candidate.members:  # a joint candidate keeps no node map of its members; token members do not need one
             self.node_maps.set(i, b, node_map if len(candidate.members) == 1 else [0])
 
-    def _extend(self, merged: MergedTree, request: Request, stats: ModelMemberStats, budget: int) -> None:
+    def _extend(self, merged: MergedTree, request: Request, stats: MemberStats, budget: int) -> None:
         """Extend a model member's draft below its tip by a token member's draft."""
         num_free = budget - merged.num_draft_nodes
         if num_free <= 0 or request.max_draft_depth <= merged.num_draft_nodes:
@@ -154,15 +175,15 @@ class TreeComposer:
         if path[-1] in request.spec.end_ids:
             return
         first, later = self.selector.estimates.estimate_rates(request.slot, stats.key)
+        reach = first * later ** (len(path) - 1)
         for i, member in enumerate(self.members):
             source, key = member.token_drafter, (("below", i), 0)
-            if source is None:
+            if source is None or not self.selector.should_extend(request.slot, key, reach, 1):
                 continue
             draft = (
                 member.call_drafter("extend", request, partial(source.continue_draft, request, path, num_free))
                 or Draft()
             )
-            reach = first * later ** (len(path) - 1)
             if (
                 draft.tokens
                 and draft.q is None

@@ -8,10 +8,14 @@ from dataclasses import dataclass, field
 
 PRIOR_FIRST_RATE, PRIOR_LATER_RATE = 0.6, 0.7  # acceptance rates before the first draft
 SHARED_WINDOW, REQUEST_WINDOW = 128.0, 32.0  # drafts that an average covers
+IDLE_WINDOW = 16.0  # steps without a draft after which the average of a request has lost most of its weight
 # prior strength, in pseudo-observations, for the estimates per member, per match strength and per request
 PRIOR_STRENGTHS = 2.0, 3.0, 4.0
 COST_WINDOW = 48.0  # steps that a fit covers
 OUTLIER_FACTOR = 2.0  # a measured time is clipped to this multiple of the prediction
+NUM_COLD_TIMES = (
+    2  # first times of a cost, which include allocations; a fit forgets them as soon as a later one is there
+)
 
 
 @dataclass(slots=True)
@@ -35,6 +39,11 @@ class DecayingCounter:
             fade **= num_tested - 1
             self.later_tries = self.later_tries * fade + num_tested - 1
             self.later_hits = self.later_hits * fade + num_accepted - 1
+
+    def fade(self, factor: float) -> None:
+        """Multiply all counts by a factor."""
+        self.first_tries, self.first_hits = self.first_tries * factor, self.first_hits * factor
+        self.later_tries, self.later_hits = self.later_tries * factor, self.later_hits * factor
 
     def estimate_rates(self, prior_first: float, prior_later: float, prior_strength: float) -> tuple[float, float]:
         """Return the rates of first and later nodes, shrunk to a prior."""
@@ -89,6 +98,15 @@ class ValueEstimates:
                 first, later = counter.estimate_rates(first, later, prior_strength)
         return first, later
 
+    def fade_request(self, slot: int, key: EstimateKey) -> None:
+        """Lower the weight of what a request's own drafts showed, after a step without one.
+
+        Otherwise a few rejected drafts could end drafting for the rest of the request.
+        """
+        counter = self._by_request.get(slot, {}).get(key)
+        if counter is not None:
+            counter.fade(1.0 - 1.0 / IDLE_WINDOW)
+
     def count_tries(self, slot: int, key: EstimateKey) -> float:
         counter = self._by_key.get((slot in self._sampled_slots, key))
         return 0.0 if counter is None else counter.first_tries
@@ -115,6 +133,7 @@ class LinearCost:
     def __init__(self, is_proportional: bool) -> None:
         self.is_proportional = is_proportional  # prior slope: True = through the origin, False = 0
         self.slope, self.intercept = 0.0, 0.0
+        self._num_cold = 0
         self._n = self._x = self._xx = self._y = self._xy = 0.0
 
     @property
@@ -125,6 +144,9 @@ class LinearCost:
         return self.intercept + self.slope * x
 
     def update(self, x: float, seconds: float) -> None:
+        if self._num_cold <= NUM_COLD_TIMES:
+            self._n = self._x = self._xx = self._y = self._xy = 0.0
+            self._num_cold += 1
         if self._n > 2.0:
             seconds = min(seconds, OUTLIER_FACTOR * self.predict(x))
         fade = 1.0 - 1.0 / COST_WINDOW

@@ -103,7 +103,7 @@ class NgramLMDrafter(TokenDrafter[SequenceCounts]):
     """Drafter of chains from an n-gram model."""
 
     def __init__(self, model: NgramModel, config: Config, context: DrafterContext) -> None:
-        super().__init__(context.num_speculative_tokens)
+        super().__init__(context.num_speculative_tokens, samples_drafts=True)
         self.model = model
         self.config = config
         self.device = context.device

@@ -18,6 +18,7 @@ from torch import Tensor
 from foredraft.drafters.common.tree_builder import NodeLogits, TreeBuilder, TreeSpec
 from foredraft.drafters.common.tree_level import add_level
 from foredraft.drafters.draft import Draft, to_token_tree
+from foredraft.drafters.interface import NO_DRAFT
 from foredraft.drafters.method import DrafterContext
 from foredraft.drafters.spec import DrafterSpec
 from foredraft.drafters.suffix.automaton import (
@@ -94,7 +95,7 @@ class SuffixState:
     cache_matches: dict[SuffixCacheSection, tuple[int, SuffixMatch]] = field(default_factory=dict)
     file_matches: list[SuffixMatch] = field(default_factory=list)
     matches: list[SuffixMatch] = field(default_factory=list)  # of all sources after the last update
-    match_length: int = 0  # tokens of the longest match at the last draft
+    match_length: int = 0  # tokens of the longest match after the last update
     expected_accepted: float = 0.0  # expected accepted tokens of that draft by its own probabilities
 
     def update(self, sections: Sequence[SuffixCacheSection]) -> None:
@@ -110,6 +111,7 @@ class SuffixState:
             *select_longest(match for _, match in self.cache_matches.values()),
             *self.file_matches,
         ]
+        self.match_length = max(match.length for match in self.matches)
 
     def _match_section(self, section: SuffixCacheSection, new_tokens: list[int]) -> tuple[int, SuffixMatch]:
         version, match = self.cache_matches.get(section, (-1, SuffixMatch(section.automaton)))
@@ -133,7 +135,9 @@ class SuffixDrafter:
         self.tree_spec = tree_spec
         context_length = DEFAULT_CONTEXT if context.target is None else context.target.context_length
         capacity = config.compute_store_capacity(context_length)
-        self.spec = DrafterSpec(tree_spec.max_nodes, reads_commits=capacity > 0, is_token_source=True)
+        self.spec = DrafterSpec(
+            tree_spec.max_nodes, reads_commits=capacity > 0, is_token_source=True, samples_drafts=True
+        )
         self.context = context
         self.discount_table = build_discount_table(DISCOUNTS)
         self.automaton_class = get_automaton_class()
@@ -168,7 +172,9 @@ class SuffixDrafter:
         return self._draft_request(request, budget)
 
     def match_strength(self, request: Request) -> int:
-        return self.get_match_length(request.slot)
+        self._cache_finished()
+        match_length = self._update_state(request).match_length
+        return match_length if match_length >= self.config.min_match else NO_DRAFT
 
     def continue_draft(self, request: Request, path: Sequence[int], budget: int) -> Draft:
         """Draft by rank for every sampling setting, as if `path` were committed."""
@@ -228,7 +234,7 @@ class SuffixDrafter:
     def _draft_request(self, request: Request, budget: int) -> Draft:
         state, config, spec = self._update_state(request), self.config, request.spec
         matches = state.matches
-        state.match_length, state.expected_accepted = max(match.length for match in matches), 0.0
+        state.expected_accepted = 0.0
         plan = self.tree_spec.restrict(
             self._limit_depth(state.match_length, request.max_draft_depth), budget, not spec.rule.takes_trees
         )
