@@ -19,6 +19,11 @@ class NativeImageRows:
     kept: tuple[Any, ...] = field(repr=False)
 
     @classmethod
+    def from_ahead(cls, ahead: Sequence[int]) -> "NativeImageRows":
+        """Pack rows without images that see rows after their own, `ahead` [T] of them."""
+        return cls.pack([-1] * len(ahead), ahead, torch.empty(0, 0), (), None)
+
+    @classmethod
     def pack(
         cls,
         index: Sequence[int],

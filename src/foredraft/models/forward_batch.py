@@ -246,7 +246,11 @@ class ForwardBatch:
         """`packed_rows`, where tokens of images see later ones too."""
         if self.images is None or not self.images.has_blocks:
             return self.packed_rows
-        return PackedRows.pack(self.spans, self.logit_row_list, self.page_size, self.images.ahead)
+        return self.pack_ahead(self.images.ahead)
+
+    def pack_ahead(self, ahead: Sequence[int]) -> PackedRows:
+        """Pack the rows for native code; `ahead`: [T] rows after its own, in a chain, that a row sees."""
+        return PackedRows.pack(self.spans, self.logit_row_list, self.page_size, ahead)
 
     @cached_property
     def device_rows(self) -> DeviceRows:

@@ -11,6 +11,7 @@ from foredraft.drafters.common.tree_builder import NodeLogits
 from foredraft.drafters.common.tree_level import add_level
 from foredraft.drafters.dflash.network import DFlashNetwork
 from foredraft.drafters.draft import Draft
+from foredraft.sampling.filters import argmax_tokens
 
 
 @dataclass
@@ -56,10 +57,33 @@ class BlockLevels:
 
     def grow(self) -> None:
         """Grow all drafts to their end."""
+        if all(_is_plain_chain(draft) for draft in self.drafts):
+            self._grow_chains()
+            return
         growing = list(self.drafts)
         while growing := self._select_confident([draft for draft in growing if draft.builder.frontier]):
             add_level([draft.builder for draft in growing], NodeLogits(self._compute_level(growing), self.vocab_size))
         self._predict_acceptance([draft for draft in self.drafts if draft.builder.tree_spec.is_chain])
+
+    def _grow_chains(self) -> None:
+        """Grow greedy chains, whose tokens are those of `add_level`, in fewer operations."""
+        tokens = [draft.get_token(0) for draft in self.drafts]
+        memory = self._memory.states
+        chains: list[list[int]] = [[] for _ in self.drafts]
+        for level in range(max(draft.builder.tree_spec.max_depth for draft in self.drafts)):
+            logits, markov = self.logits[:, level], self.network.markov_head
+            if markov is not None:
+                outputs, memory = markov.step(self._to_tensor(tokens), self.states[:, level], memory)
+                logits = logits + markov(outputs).to(logits.dtype)
+            tokens = argmax_tokens(logits.float() if logits.dtype != torch.float64 else logits)
+            for chain, token in zip(chains, tokens, strict=True):
+                chain.append(token)
+            tokens = [max(token, 0) for token in tokens]  # -1 = no token is possible
+        for draft, chain in zip(self.drafts, chains, strict=True):
+            for token in chain:
+                if draft.builder.frontier:
+                    draft.builder.add_children([[(token, 0.0)] if token >= 0 else []])
+        self._predict_acceptance([*self.drafts])
 
     def _predict_acceptance(self, chains: list[BlockDraft]) -> None:
         """Store the confidences of finished chains, for the lengths of later drafts."""
@@ -114,3 +138,11 @@ class BlockLevels:
 
     def _to_tensor(self, tokens: list[int]) -> Tensor:
         return torch.tensor(tokens, device=self.states.device)
+
+
+def _is_plain_chain(draft: BlockDraft) -> bool:
+    """Return whether the draft is a greedy chain of fixed length."""
+    builder = draft.builder
+    is_plain = builder.is_greedy and not builder.request.spec.sampling.shapes_logits
+    has_threshold = draft.min_confidence or builder.tree_spec.min_confidence
+    return is_plain and builder.tree_spec.is_chain and not has_threshold

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from foredraft.drafters.common.feature_drafter import MAX_PENDING_PAIRS, PendingPairs
+from foredraft.drafters.dflash.native_block import NativeBlock
 from foredraft.drafters.dflash.network import BlockContext, DFlashNetwork
 from foredraft.kv.allocator import NULL_PAGE
 from foredraft.kv.draft_kv import DraftKV
@@ -26,15 +27,21 @@ class ContextRows:
     Args:
         network: network that computes the rows.
         device: device of the rows.
+        native: native code of the network, which then computes them. Default None.
+
+    Attributes:
+        num_pages: pages of the pool that may hold rows: ids below this.
     """
 
-    def __init__(self, network: DFlashNetwork, device: torch.device) -> None:
+    def __init__(self, network: DFlashNetwork, device: torch.device, native: NativeBlock | None = None) -> None:
         self.network = network
         self.device = device
+        self.num_pages = 0
+        self._compute_context = network.compute_context if native is None else native.compute_context
         block = network.shape.block
         row_size = 2 * network.shape.num_layers * block.kv_heads * block.head_dim
         self.draft_kv = DraftKV(
-            KVPool.for_device(device),
+            KVPool.for_device(device, native is not None),
             row_size * network.fc.weight.dtype.itemsize,
             token_lookahead=0,
             is_rebuildable_from_tokens=False,
@@ -92,7 +99,8 @@ class ContextRows:
         page_size = next(iter(late.values())).page_size
         batch = ForwardBatch.build(spans, (), page_size, self.device)
         states = read_all(features)[None].to(self.device)
-        for layer, (keys, values) in enumerate(self.network.compute_context(states, batch.positions)):
+        self.num_pages = max(self.num_pages, *(max(span.pages) + 1 for span in spans))
+        for layer, (keys, values) in enumerate(self._compute_context(states, batch.positions)):
             self.draft_kv.pool.write(layer, batch.write_slots, keys[0], values[0], batch.num_slots)
         for slot, span in zip(late, spans, strict=True):
             self.draft_kv.num_valid[slot] = span.num_keys

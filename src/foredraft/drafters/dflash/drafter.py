@@ -11,11 +11,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from foredraft.drafters.common.last_hidden_state import can_run_native
 from foredraft.drafters.common.level_loop import start_builder
 from foredraft.drafters.common.mismatch_warning import MismatchDetector
 from foredraft.drafters.common.tree_builder import TreeSpec
 from foredraft.drafters.dflash.block_levels import BlockDraft, BlockLevels
 from foredraft.drafters.dflash.context_rows import ContextRows
+from foredraft.drafters.dflash.native_block import NativeBlock
 from foredraft.drafters.dflash.network import DFlashNetwork
 from foredraft.drafters.draft import to_token_tree
 from foredraft.drafters.method import DrafterContext
@@ -41,7 +43,8 @@ class DFlash:
             self.min_confidence = tree_spec.min_confidence
             self.tree_spec = replace(tree_spec, min_confidence=0.0)
         self.context = context
-        self.rows = ContextRows(network, context.device)
+        self.native = NativeBlock.from_network(network) if can_run_native(context) else None
+        self.rows = ContextRows(network, context.device, self.native)
         self.mismatch_detector = MismatchDetector(context)
         self.spec = DrafterSpec(
             tree_spec.max_nodes,
@@ -49,7 +52,7 @@ class DFlash:
             draft_kv=self.rows.draft_kv,
             is_chain=tree_spec.is_chain,
             silence_mismatch=self.mismatch_detector.silence,
-            is_native=False,
+            is_native=self.native is not None,
         )
 
     def propose(self, batch: Batch) -> TokenTree:
@@ -71,12 +74,15 @@ class DFlash:
     def compute_states(self, requests: Sequence[Request], page_size: int, depth: int) -> Tensor:
         """Compute the states [n, depth, H] of the rows after the last committed tokens of n requests."""
         self.rows.write_pending([request.slot for request in requests])
+        first = self.network.shape.first_row
+        if self.native is not None:
+            pool = self.rows.draft_kv.pool
+            return self.native.compute_states(requests, pool, page_size, self.rows.num_pages)[:, first : first + depth]
         starts = torch.tensor([[request.num_tokens - 1] for request in requests], device=self.context.device)
         roots = torch.tensor(
             [[request.get_token(request.num_tokens - 1)] for request in requests], device=self.context.device
         )
         states: Tensor = self.network(roots, starts, self.rows.gather(requests, page_size))[:, 0]
-        first = self.network.shape.first_row
         return states[:, first : first + depth]
 
     def _start_draft(self, batch: Batch, b: int) -> BlockDraft | None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from foredraft.drafters.common.last_hidden_state import HeadLinear
 from foredraft.drafters.dflash.shape import DEFAULT_MARKOV, DFlashShape
 
 
@@ -19,6 +20,7 @@ class MarkovHead(nn.Module):
         super().__init__()
         self.markov_w1 = nn.Embedding(shape.vocab_size, shape.markov_rank)
         self.markov_w2 = nn.Linear(shape.markov_rank, shape.vocab_size, bias=False)
+        self.native_w2: HeadLinear | None = None  # takes the place of `markov_w2`, with float32 output
 
     def start(self, *size: int) -> Tensor:
         """Return the memory [*size, r] before the first row."""
@@ -48,6 +50,8 @@ class MarkovHead(nn.Module):
 
     def forward(self, outputs: Tensor) -> Tensor:
         """Return what u [.., r] adds to the logits [.., V]."""
+        if self.native_w2 is not None:
+            return self.native_w2(outputs)
         return self.markov_w2(outputs)  # type: ignore[no-any-return]
 
 

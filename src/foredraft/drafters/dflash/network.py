@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from foredraft.checkpoints.schema import Checkpoint
+from foredraft.drafters.common.last_hidden_state import HeadLinear
 from foredraft.drafters.dflash.markov import ConfidenceHead, make_markov_head
 from foredraft.drafters.dflash.shape import DFlashShape
 from foredraft.models.draft_layer import DraftLayer, RMSNorm, RotaryEmbedding, apply_rotary
@@ -46,6 +47,7 @@ class DFlashNetwork(nn.Module):
         self.confidence_head = ConfidenceHead(shape) if shape.has_confidence else None
         self.rotary = RotaryEmbedding(block)
         self.embedding = target.embedding  # [V, H]
+        self.native_head: HeadLinear | None = None  # the target's output matrix as a direct native product
 
     def compute_context(self, states: Tensor, positions: Tensor) -> list[KeysAndValues]:
         """Compute keys and values [n, L, Hkv, D] of every layer from target states [n, L, F] at positions [n, L]."""
@@ -91,6 +93,9 @@ class DFlashNetwork(nn.Module):
 
     def compute_logits(self, states: Tensor) -> Tensor:
         """Compute logits [.., V] with the target's output matrix from states [.., H], without the Markov head."""
+        if self.native_head is not None:
+            rows = states.reshape(-1, states.shape[-1]).contiguous()  # [R, H]
+            return self.native_head(rows).view(*states.shape[:-1], -1)
         return self.target[0].compute_logits(states.to(self.embedding.dtype))
 
     def _make_bias(self, layer: int, positions: Tensor, context: BlockContext, dtype: torch.dtype) -> Tensor:

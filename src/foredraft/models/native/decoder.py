@@ -204,6 +204,7 @@ class NativeDecoder:
         inputs: Tensor | None = None,
         layer_slice: LayerSlice | None = None,
         feature_dtype: torch.dtype = torch.float32,
+        ahead: Sequence[int] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Run one forward pass.
 
@@ -214,11 +215,15 @@ class NativeDecoder:
             inputs: features [T, H], float32, for a model that reads them beside the tokens. Default None.
             layer_slice: layers to run. Default None = all.
             feature_dtype: dtype of the hidden states, float32 (default) or bfloat16.
+            ahead: [T] rows after its own, in a chain, that a row sees. Default None = those that images ask for.
 
         Returns:
             Logits [R, V], float32, and hidden states [T, F] at the boundaries, concatenated, or None.
         """
-        rows, images = forward_batch.visible_rows, _pack_images(forward_batch, self.rotary_tables)
+        if ahead is None:
+            rows, images = forward_batch.visible_rows, _pack_images(forward_batch, self.rotary_tables)
+        else:
+            rows, images = forward_batch.pack_ahead(ahead), NativeImageRows.from_ahead(ahead)
         self.check_tokens(forward_batch)
         self.extend_rotary(rows.record.max_keys)
         pool.reserve(self.kv_samples, forward_batch.num_slots)

@@ -1,4 +1,4 @@
-"""EAGLE's layers as one native call per forward pass: a decoder that reads a feature beside every token."""
+"""Layers of a drafter as one native call per forward pass: a decoder that may read a feature beside every token."""
 
 import ctypes
 from collections.abc import Sequence
@@ -21,6 +21,15 @@ from foredraft.models.native.packing import LANES, DecoderPacker
 from foredraft.models.native.rotary import RotaryTables, take_first_half
 
 JOINED, PAIRED = 1, 2  # kinds of input, with the values of foredraft.h
+
+
+@dataclass(frozen=True)
+class TokenInput:
+    """Input of a block of masks: the residual stream starts as e(token), without a feature."""
+
+    def build_fields(self, packer: DecoderPacker) -> dict[str, Any]:
+        """Return no fields: it is the input of a decoder."""
+        return {}
 
 
 @dataclass(frozen=True)
@@ -86,7 +95,7 @@ class NativeDraftLayers:
     def from_layers(
         cls,
         layers: Sequence[Any],
-        layer_input: JoinedInput | PairedInput,
+        layer_input: TokenInput | JoinedInput | PairedInput,
         norm: RMSNorm | None,
         has_normed_output: bool,
         embedding: Tensor,
