@@ -6,11 +6,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from foredraft.drafters.common.chain_loop import is_native_chain
 from foredraft.drafters.common.level_loop import GrowingDraft, LevelStates
 from foredraft.drafters.common.tree_builder import NodeLogits
 from foredraft.drafters.common.tree_level import add_level
 from foredraft.drafters.dflash.network import DFlashNetwork
-from foredraft.drafters.draft import Draft
+from foredraft.drafters.draft import Draft, draft_noise_key
+from foredraft.sampling import rng
+from foredraft.sampling.distribution import distribution
 from foredraft.sampling.filters import argmax_tokens
 
 
@@ -57,7 +60,7 @@ class BlockLevels:
 
     def grow(self) -> None:
         """Grow all drafts to their end."""
-        if all(_is_plain_chain(draft) for draft in self.drafts):
+        if self.logits.device.type == "cpu" and all(_is_plain_chain(draft) for draft in self.drafts):
             self._grow_chains()
             return
         growing = list(self.drafts)
@@ -66,24 +69,39 @@ class BlockLevels:
         self._predict_acceptance([draft for draft in self.drafts if draft.builder.tree_spec.is_chain])
 
     def _grow_chains(self) -> None:
-        """Grow greedy chains, whose tokens are those of `add_level`, in fewer operations."""
-        tokens = [draft.get_token(0) for draft in self.drafts]
-        memory = self._memory.states
-        chains: list[list[int]] = [[] for _ in self.drafts]
+        """Grow chains of fixed length, whose tokens and q are those of `add_level`, in fewer operations."""
+        tokens, memory, markov = (
+            [draft.get_token(0) for draft in self.drafts],
+            self._memory.states,
+            self.network.markov_head,
+        )
         for level in range(max(draft.builder.tree_spec.max_depth for draft in self.drafts)):
-            logits, markov = self.logits[:, level], self.network.markov_head
+            logits = self.logits[:, level]
             if markov is not None:
                 outputs, memory = markov.step(self._to_tensor(tokens), self.states[:, level], memory)
                 logits = logits + markov(outputs).to(logits.dtype)
-            tokens = argmax_tokens(logits.float() if logits.dtype != torch.float64 else logits)
-            for chain, token in zip(chains, tokens, strict=True):
-                chain.append(token)
-            tokens = [max(token, 0) for token in tokens]  # -1 = no token is possible
-        for draft, chain in zip(self.drafts, chains, strict=True):
-            for token in chain:
+            chosen = self._choose_tokens(logits, level)
+            for draft, token in zip(self.drafts, chosen, strict=True):
                 if draft.builder.frontier:
                     draft.builder.add_children([[(token, 0.0)] if token >= 0 else []])
+            tokens = [max(token, 0) for token in chosen]  # -1 = no token is possible
         self._predict_acceptance([*self.drafts])
+
+    def _choose_tokens(self, logits: Tensor, node: int) -> list[int]:
+        """Choose the token after a node of every chain: the likeliest one, or a sample; -1 = none is possible."""
+        x = NodeLogits(logits if logits.dtype == torch.float64 else logits.float(), self.vocab_size).to_full_vocab()
+        tokens = argmax_tokens(x)
+        sampled = [i for i, draft in enumerate(self.drafts) if not draft.builder.is_greedy]
+        if not sampled:
+            return tokens
+        builders = [self.drafts[i].builder for i in sampled]
+        q = distribution(x[sampled], [builder.request.spec.sampling for builder in builders])
+        for i, builder, row in zip(sampled, builders, q, strict=True):
+            if builder.uses_q and builder.frontier:
+                builder.draft_probs[node] = row
+            key = draft_noise_key(builder.request, node, node, builder.draft_stream)
+            tokens[i] = rng.race_argmax(row.numpy(), key) if row.sum() > 0 else -1
+        return tokens
 
     def _predict_acceptance(self, chains: list[BlockDraft]) -> None:
         """Store the confidences of finished chains, for the lengths of later drafts."""
@@ -141,8 +159,7 @@ class BlockLevels:
 
 
 def _is_plain_chain(draft: BlockDraft) -> bool:
-    """Return whether the draft is a greedy chain of fixed length."""
+    """Return whether the draft is a chain of fixed length of likeliest tokens or of samples."""
     builder = draft.builder
-    is_plain = builder.is_greedy and not builder.request.spec.sampling.shapes_logits
     has_threshold = draft.min_confidence or builder.tree_spec.min_confidence
-    return is_plain and builder.tree_spec.is_chain and not has_threshold
+    return is_native_chain(builder) and not has_threshold
