@@ -8,7 +8,7 @@ from foredraft.drafters.common.tree_builder import TreeOptions as Config
 from foredraft.drafters.method import DrafterContext, Method, Training
 from foredraft.drafters.mtp import checkpoint
 from foredraft.drafters.mtp.export import export_into_target
-from foredraft.drafters.mtp.network import load_network
+from foredraft.drafters.mtp.network import load_network, make_native
 from foredraft.drafters.mtp.shape import MtpShape
 from foredraft.drafters.mtp.training import TrainConfig, create_trainee
 from foredraft.drafters.mtp.variants import VARIANTS
@@ -20,7 +20,7 @@ def from_checkpoint(config: Config, stored: Checkpoint, context: DrafterContext)
     network = load_network(stored, require_target(context))
     bind_to_target(network, stored.folder, context)
     return FeatureDrafter(
-        make_feature_lm(network, lambda made: None, context),
+        make_feature_lm(network, make_native, context),
         (AFTER_FINAL_NORM,),
         config.to_tree_spec(context.num_speculative_tokens),
         context,

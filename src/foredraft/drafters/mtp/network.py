@@ -13,11 +13,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from foredraft.checkpoints.schema import Checkpoint
-from foredraft.drafters.common.target_access import derive_block_shape
+from foredraft.drafters.common.target_access import derive_block_shape, get_packed_lm_head
 from foredraft.drafters.mtp.shape import MtpShape
 from foredraft.errors import ForedraftError
 from foredraft.models.draft_layer import AttentionFunction
 from foredraft.models.hf import HFModel
+from foredraft.models.native.draft_layers import NativeDraftLayers, NormedInput
+from foredraft.models.native.family import FAMILIES
 from foredraft.models.target_layer import TargetLayer
 
 
@@ -76,6 +78,33 @@ def load_network(checkpoint: Checkpoint, target: HFModel) -> MtpNetwork:
     _check_tensors(checkpoint, network.state_dict())
     network.load_state_dict(checkpoint.tensors)
     return network
+
+
+def make_native(network: MtpNetwork) -> NativeDraftLayers | None:
+    """Convert the layer to native CPU code; None if the target does not run as native code, or for position 0 zeroed."""
+    target = network.target[0]
+    lm_head = get_packed_lm_head(target)
+    if lm_head is None or target.fused is None or network.shape.zeroes_first:
+        return None
+    projection = network.projection
+    if projection.weight.dtype != target.fused.dtype:
+        return None
+    if network.shape.puts_state_first:
+        projection.weight = nn.Parameter(torch.cat(projection.weight.detach().chunk(2, -1)[::-1], -1))
+    config = target.model.config.get_text_config()
+    layer_input = NormedInput(
+        projection, network.embedding_norm, network.state_norm, FAMILIES[config.model_type].norms.offset
+    )
+    return NativeDraftLayers.from_target_layer(
+        network.layer,
+        layer_input,
+        network.output_norm if network.shape.has_output_norm else None,
+        network.embedding,
+        lm_head,
+        target.fused,
+        config,
+        network.runner.kv.sliding_window,
+    )
 
 
 def _check_tensors(checkpoint: Checkpoint, expected: Mapping[str, Tensor]) -> None:

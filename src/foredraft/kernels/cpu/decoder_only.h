@@ -118,7 +118,7 @@ static void start_residual(decoder_only *o, fd_team *team) {
     decoder *d = &o->d;
     int rows = d->rows->num_rows;
     if (m->input_kind == FD_JOINED) {
-        FOR_EACH_ITEM(r, rows) read_embedding_and_input(o, &m->fc, NULL, NULL, r);
+        FOR_EACH_ITEM(r, rows) read_embedding_and_input(o, &m->fc, m->embedding_norm, m->input_norm, r);
         fd_barrier(team);
         project(d, team, &m->fc, store_to(&m->fc, d->hidden, m->hidden, 1.0f));
         return;

@@ -99,7 +99,7 @@ typedef struct {
 /* A decoder-only model, or the decoder layers of a drafter (decoder_only.h).
  *
  * The residual stream starts as the token's embedding, or as a drafter computes it from the embedding and an input row:
- * JOINED: a product of both, concatenated. PAIRED: the input, or its norm; the first layer's attention is twice as wide
+ * JOINED: a product of both, concatenated, each normed if it has a norm. PAIRED: the input, or its norm; the first layer's attention is twice as wide
  * as the others' and reads the embedding normed by attention_norm and the input normed by input_norm. */
 typedef struct {
     int32_t layers, hidden, heads, kv_heads, head_dim, rotary, inner, activation, kv_kind, has_bf16_embedding;
@@ -110,7 +110,7 @@ typedef struct {
     float eps, scale, softcap, embedding_scale, residual_scale, logit_scale, logit_softcap;
     const void *embedding;   /* [V, hidden] */
     const float *norm;       /* [hidden] or NULL */
-    const float *input_norm; /* [hidden], PAIRED */
+    const float *input_norm, *embedding_norm; /* [hidden]; of a drafter's inputs, JOINED: NULL = none */
     const float *norm_bias;  /* [hidden]: norms of the residual stream are LayerNorms with this bias; NULL: RMSNorms */
     const float *cos, *sin;  /* [positions, rotary / 2] */
     const float *local_cos, *local_sin; /* the same for layers with LOCAL_ROTARY */

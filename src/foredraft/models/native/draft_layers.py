@@ -16,7 +16,7 @@ from foredraft.kv.pool import KVPool
 from foredraft.models.draft_layer import DraftLayerShape, RMSNorm, RotaryEmbedding
 from foredraft.models.forward_batch import AFTER_FINAL_NORM, ForwardBatch
 from foredraft.models.native.decoder import NativeDecoder
-from foredraft.models.native.family import LLAMA
+from foredraft.models.native.family import FAMILIES, LLAMA
 from foredraft.models.native.packing import LANES, DecoderPacker
 from foredraft.models.native.rotary import RotaryTables, take_first_half
 
@@ -41,6 +41,25 @@ class JoinedInput:
     def build_fields(self, packer: DecoderPacker) -> dict[str, Any]:
         """Pack `fc` and build the fields of the native record that describe this input."""
         return {"input_kind": JOINED, "fc": packer.pack_stacked(self.fc)}
+
+
+@dataclass(frozen=True)
+class NormedInput:
+    """Input of an MTP layer: the residual stream starts as fc(cat[norm(e(token)), norm(feature)])."""
+
+    fc: nn.Linear
+    embedding_norm: Any
+    feature_norm: Any
+    norm_offset: float  # added to the weights of norms
+
+    def build_fields(self, packer: DecoderPacker) -> dict[str, Any]:
+        """Pack `fc` and the norms, and build the fields of the native record that describe this input."""
+        return {
+            "input_kind": JOINED,
+            "fc": packer.pack_stacked(self.fc),
+            "embedding_norm": packer.hold_norm(self.embedding_norm, self.norm_offset),
+            "input_norm": packer.hold_norm(self.feature_norm, self.norm_offset),
+        }
 
 
 @dataclass(frozen=True)
@@ -149,6 +168,51 @@ class NativeDraftLayers:
         )
         decoder = NativeDecoder.from_record(record, packer, dtype, len(embedding), _make_rotary_tables(rotary))
         return cls(decoder, AFTER_FINAL_NORM if has_normed_output else len(layers))
+
+    @classmethod
+    def from_target_layer(
+        cls,
+        layer: Any,
+        layer_input: NormedInput,
+        norm: Any,
+        embedding: Tensor,
+        lm_head: PackedWeight,
+        target: NativeDecoder,
+        config: Any,
+        sliding_window: int | None,
+    ) -> "NativeDraftLayers":
+        """Pack one layer of the target's own class; its weights are freed.
+
+        Args:
+            layer: decoder layer.
+            layer_input: its input.
+            norm: norm before the output matrix, whose output is the next feature; None = no norm.
+            embedding: input embedding matrix, which is not scaled.
+            lm_head: output matrix, which is shared.
+            target: native code of the target.
+            config: text config of the target.
+            sliding_window: maximum number of positions that a row sees; None = all.
+        """
+        packer, family = DecoderPacker(PackedWeight.pack, is_owned=True), FAMILIES[config.model_type]
+        records = (LayerRecord * 1)(packer.build_layer(layer, sliding_window, family, target.record.rotary, config))
+        record = ModelRecord.from_buffer_copy(target.record)
+        changes = {
+            "layers": 1,
+            "inner": records[0].gate_up.n // 2 or record.hidden,
+            "kv_kind": KV_KINDS[target.dtype],
+            "has_bf16_embedding": embedding.dtype == torch.bfloat16,
+            "embedding_scale": 1.0,
+            "embedding": packer.hold_tensor(embedding),
+            "norm": packer.hold_norm(norm, family.norms.offset),
+            "layer": ctypes.cast(records, ctypes.POINTER(LayerRecord)),
+            "adapter": None,
+            **layer_input.build_fields(packer),
+            "head": packer.hold_weight(lm_head),
+        }
+        for name, value in changes.items():
+            setattr(record, name, value)
+        decoder = NativeDecoder.from_record(record, packer, target.dtype, len(embedding), target.rotary_tables)
+        return cls(decoder, AFTER_FINAL_NORM if norm is not None else 1)
 
     def forward(self, forward_batch: ForwardBatch, pool: KVPool, features: Tensor) -> tuple[Tensor, Tensor]:
         """Run one forward pass.
