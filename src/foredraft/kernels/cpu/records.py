@@ -124,7 +124,10 @@ class ModelRecord(ctypes.Structure):
         ("has_attention_gate", c_int32),
         *((name, c_float) for name in "eps scale softcap embedding_scale residual_scale logit_scale".split()),
         ("logit_softcap", c_float),
-        *((name, c_void_p) for name in "embedding norm input_norm embedding_norm norm_bias cos sin local_cos local_sin".split()),
+        *(
+            (name, c_void_p)
+            for name in "embedding norm input_norm embedding_norm norm_bias cos sin local_cos local_sin".split()
+        ),
         ("layer", POINTER(LayerRecord)),
         ("fc", WeightRecord),
         ("head", WeightRecord),
