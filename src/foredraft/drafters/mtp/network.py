@@ -81,7 +81,7 @@ def load_network(checkpoint: Checkpoint, target: HFModel) -> MtpNetwork:
 
 
 def make_native(network: MtpNetwork) -> NativeDraftLayers | None:
-    """Convert the layer to native CPU code; None if the target does not run as native code, or for position 0 zeroed."""
+    """Convert the layer to native CPU code; None if the target has none, or if the layer zeroes position 0."""
     target = network.target[0]
     lm_head = get_packed_lm_head(target)
     if lm_head is None or target.fused is None or network.shape.zeroes_first:
