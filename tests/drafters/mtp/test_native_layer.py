@@ -14,6 +14,7 @@ from foredraft.models.draft_layer import attend_causal
 from foredraft.models.forward_batch import ForwardBatch
 from foredraft.models.hf import HFModel
 from foredraft.models.span import Span
+from tests.support.hybrids import DELTA, MOE
 
 SMALL: dict[str, Any] = {
     "vocab_size": 61, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -24,7 +25,11 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "qwen2": lambda: hf.Qwen2Config(**SMALL),
     "qwen3": lambda: hf.Qwen3Config(**SMALL),
     "gemma3_text": lambda: hf.Gemma3TextConfig(**SMALL, sliding_window=5, layer_types=["full_attention"] * 2),
+    "glm4": lambda: hf.Glm4Config(**SMALL, partial_rotary_factor=0.5, pad_token_id=0),
     "mixtral": lambda: hf.MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2),
+    "qwen3_moe": lambda: hf.Qwen3MoeConfig(**{**SMALL, **MOE}),
+    "qwen3_5": lambda: hf.Qwen3_5TextConfig(**{**SMALL, **DELTA, "head_dim": 32}),
+    "qwen3_next": lambda: hf.Qwen3NextConfig(**{**SMALL, **DELTA, **MOE, "head_dim": 32}),
 }
 LENGTH, PAGE = 11, 4
 
