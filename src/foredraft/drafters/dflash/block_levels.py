@@ -90,8 +90,8 @@ class BlockLevels:
     def _choose_tokens(self, logits: Tensor, node: int) -> list[int]:
         """Choose the token after a node of every chain: the likeliest one, or a sample; -1 = none is possible."""
         x = NodeLogits(logits if logits.dtype == torch.float64 else logits.float(), self.vocab_size).to_full_vocab()
-        tokens = argmax_tokens(x)
         sampled = [i for i, draft in enumerate(self.drafts) if not draft.builder.is_greedy]
+        tokens = argmax_tokens(x) if len(sampled) < len(self.drafts) else [-1] * len(sampled)
         if not sampled:
             return tokens
         builders = [self.drafts[i].builder for i in sampled]

@@ -18,7 +18,7 @@ from foredraft.drafters.mtp.shape import MtpShape
 from foredraft.errors import ForedraftError
 from foredraft.models.draft_layer import AttentionFunction
 from foredraft.models.hf import HFModel
-from foredraft.models.native.draft_layers import NativeDraftLayers, NormedInput
+from foredraft.models.native.draft_layers import JoinedInput, NativeDraftLayers
 from foredraft.models.native.family import FAMILIES
 from foredraft.models.target_layer import TargetLayer
 
@@ -92,7 +92,7 @@ def make_native(network: MtpNetwork) -> NativeDraftLayers | None:
     if network.shape.puts_state_first:
         projection.weight = nn.Parameter(torch.cat(projection.weight.detach().chunk(2, -1)[::-1], -1))
     config = target.model.config.get_text_config()
-    layer_input = NormedInput(
+    layer_input = JoinedInput(
         projection, network.embedding_norm, network.state_norm, FAMILIES[config.model_type].norms.offset
     )
     return NativeDraftLayers.from_target_layer(

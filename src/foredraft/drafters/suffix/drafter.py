@@ -101,6 +101,8 @@ class SuffixState:
     def update(self, sections: Sequence[SuffixCacheSection]) -> None:
         """Read the new committed tokens, and update the matches."""
         request = self.request
+        if self.num_read == request.num_tokens and self.matches and not sections:  # a section may have changed
+            return
         new_tokens = request.get_tokens(self.num_read, request.num_tokens)
         self.automaton.extend(new_tokens)
         self.num_read = request.num_tokens

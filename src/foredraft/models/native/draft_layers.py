@@ -34,23 +34,15 @@ class TokenInput:
 
 @dataclass(frozen=True)
 class JoinedInput:
-    """Input of EAGLE-1 and EAGLE-2: the residual stream starts as fc(cat[e(token), feature])."""
+    """Input of EAGLE-1, EAGLE-2 and MTP layers: the residual stream starts as fc(cat[e(token), feature]).
+
+    The embedding and the feature of an MTP layer are normed.
+    """
 
     fc: nn.Linear
-
-    def build_fields(self, packer: DecoderPacker) -> dict[str, Any]:
-        """Pack `fc` and build the fields of the native record that describe this input."""
-        return {"input_kind": JOINED, "fc": packer.pack_stacked(self.fc)}
-
-
-@dataclass(frozen=True)
-class NormedInput:
-    """Input of an MTP layer: the residual stream starts as fc(cat[norm(e(token)), norm(feature)])."""
-
-    fc: nn.Linear
-    embedding_norm: Any
-    feature_norm: Any
-    norm_offset: float  # added to the weights of norms
+    embedding_norm: Any = None  # None = no norm
+    feature_norm: Any = None
+    norm_offset: float = 0.0  # added to the weights of norms
 
     def build_fields(self, packer: DecoderPacker) -> dict[str, Any]:
         """Pack `fc` and the norms, and build the fields of the native record that describe this input."""
@@ -173,7 +165,7 @@ class NativeDraftLayers:
     def from_target_layer(
         cls,
         layer: Any,
-        layer_input: NormedInput,
+        layer_input: JoinedInput,
         norm: Any,
         embedding: Tensor,
         lm_head: PackedWeight,
