@@ -1,12 +1,14 @@
 """One table of the adaptive draft length against plain decoding and the best fixed length, over all cells.
 
     python benchmarks/controller_cells.py --out FOLDER [--methods draft_model,eagle3] [--temperatures 0,1]
-                                          [--streams 1,2,4,8,16,32,64] [--short | --quick] [--table]
+                                          [--streams 1,2,4,8,16,32,64] [--model MODEL --spec-model DRAFT]
+                                          [--short | --quick] [--table]
 
-A cell is a method, a temperature and a number of streams. It is one run of `foredraft bench load`, which measures an
-engine without a drafter, the adaptive length and fixed lengths in turn for the same requests. Its JSON file stays in
-FOLDER. A cell whose file exists is not measured again, so an interrupted run goes on where it stopped. --table measures
-nothing and prints the table of the files. No other program should run on the machine.
+A cell is a method, a temperature and a number of streams. The cells of a method and a temperature are one run of
+`foredraft bench load`, which measures an engine without a drafter, the adaptive length and fixed lengths in turn for
+the same requests. Its engines serve all numbers of streams, one after the other, as a server's engine does. Its JSON
+file stays in FOLDER. A run whose file exists is not repeated, so an interrupted table goes on where it stopped. --table
+measures nothing and prints the table of the files. No other program should run on the machine.
 
 The goals are those of docs/controller.md: auto / plain of at least 0.97 in every cell, and auto / best of at least 0.95
 up to 4 streams. Plain decoding has no drafter, so nothing is observed.
@@ -22,42 +24,53 @@ from pathlib import Path
 from typing import Any
 
 METHODS = "draft_model,eagle3,eagle,medusa,ngram,suffix,early_exit"
-FULL = "--minutes 3 --prompts 96 --prompt-tokens 64 --max-tokens 96 --least 8 --waves 3 --rounds 7 --fixed 1,2,4,8"
-SHORT = "--minutes 0.3 --prompts 48 --prompt-tokens 64 --max-tokens 48 --least 4 --waves 2 --rounds 3 --fixed 1,2,4,8"
-QUICK = "--minutes 0.3 --prompts 8 --prompt-tokens 16 --max-tokens 24 --least 2 --waves 1 --rounds 2 --fixed 2,4"
+
+
+@dataclass(frozen=True)
+class RunSize:
+    """Size of one run of `foredraft bench load`."""
+
+    minutes: float  # for each number of streams, start of the engines included
+    arguments: str
+
+
+FULL = RunSize(3.0, "--prompts 96 --prompt-tokens 64 --max-tokens 96 --least 8 --waves 3 --rounds 21 --fixed 1,2,4,8")
+SHORT = RunSize(0.34, "--prompts 48 --prompt-tokens 64 --max-tokens 48 --least 8 --waves 2 --rounds 9 --fixed 1,2,4,8")
+QUICK = RunSize(0.1, "--prompts 8 --prompt-tokens 16 --max-tokens 24 --least 2 --waves 1 --rounds 2 --fixed 2,4")
 MIN_OVER_PLAIN, MIN_OVER_BEST, FEW_STREAMS = 0.97, 0.95, 4
 
 
 @dataclass(frozen=True)
-class ControllerCell:
-    """One method at one temperature with one number of streams."""
+class ControllerRun:
+    """One method at one temperature, with all numbers of streams."""
 
     method: str
     temperature: str
-    streams: int
 
     def find_file(self, folder: Path) -> Path:
-        """Return the path of the cell's figures."""
-        return folder / f"{self.method}-t{self.temperature}-{self.streams}.json"
+        """Return the path of the run's figures."""
+        return folder / f"{self.method}-t{self.temperature}.json"
 
 
-def list_cells(options: argparse.Namespace) -> Iterator[ControllerCell]:
-    """Yield all cells, those with few streams first."""
-    for streams in map(int, options.streams.split(",")):
-        for method in options.methods.split(","):
-            for temperature in options.temperatures.split(","):
-                yield ControllerCell(method, temperature, streams)
+def list_runs(options: argparse.Namespace) -> Iterator[ControllerRun]:
+    """Yield the runs in the order of the table."""
+    for method in options.methods.split(","):
+        for temperature in options.temperatures.split(","):
+            yield ControllerRun(method, temperature)
 
 
-def measure_cell(cell: ControllerCell, options: argparse.Namespace) -> None:
-    """Measure one cell. Its file appears only when the measurement is complete."""
-    target = cell.find_file(options.out)
+def measure_run(run: ControllerRun, options: argparse.Namespace) -> None:
+    """Measure the cells of one run. Its file appears only when the measurement is complete."""
+    target = run.find_file(options.out)
     partial = target.with_suffix(".partial")
     size = QUICK if options.quick else SHORT if options.short else FULL
-    arguments = [*size.split(), "--json", str(partial), "--more", ""]
-    arguments += ["--method", cell.method, "--temperature", cell.temperature, "--concurrency", str(cell.streams)]
+    minutes = size.minutes * len(options.streams.split(","))
+    arguments = [*size.arguments.split(), "--minutes", f"{minutes:.2f}", "--json", str(partial), "--more", ""]
+    arguments += ["--method", run.method, "--temperature", run.temperature, "--concurrency", options.streams]
     if options.model is not None:
         arguments += ["--model", options.model]
+    if options.spec_model is not None and run.method == "draft_model":
+        arguments += ["--spec-model", options.spec_model]
     if options.threads is not None:
         arguments += ["--threads", str(options.threads)]
     print(f"foredraft bench load {' '.join(arguments)}", file=sys.stderr, flush=True)
@@ -68,26 +81,29 @@ def measure_cell(cell: ControllerCell, options: argparse.Namespace) -> None:
     partial.rename(target)
 
 
-def format_table(cells: list[ControllerCell], folder: Path) -> list[str]:
+def format_table(runs: list[ControllerRun], folder: Path) -> list[str]:
     """Format one row per measured cell; * marks a figure below its goal."""
     lines = [
         "| method | T | streams | plain, tokens/s | auto / plain | best K | best K / plain | auto / best K |",
         "|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
-    for cell in cells:
-        file = cell.find_file(folder)
-        if not file.exists():
-            continue
-        [point] = json.loads(file.read_text(encoding="utf-8"))["points"]
-        by_mode: dict[str, Any] = {entry["mode"]: entry for entry in point["cells"]}
-        best, over_best = point["best_fixed"], point["auto_over_best"]
-        goal = MIN_OVER_BEST if cell.streams <= FEW_STREAMS else 0.0
-        lines.append(
-            f"| {cell.method} | {cell.temperature} | {cell.streams} | {by_mode['off']['tokens_per_second']:.1f} "
-            f"| {format_ratio(by_mode['auto']['over_off'], MIN_OVER_PLAIN)} | {best} "
-            f"| {by_mode[best]['over_off']:.2f}x | {format_ratio(over_best, goal)} |"
-        )
+    for run in runs:
+        if run.find_file(folder).exists():
+            points = json.loads(run.find_file(folder).read_text(encoding="utf-8"))["points"]
+            lines += [format_cell(run, point) for point in points]
     return lines
+
+
+def format_cell(run: ControllerRun, point: dict[str, Any]) -> str:
+    """Format the row of one cell."""
+    by_mode: dict[str, Any] = {entry["mode"]: entry for entry in point["cells"]}
+    best, over_best, streams = point["best_fixed"], point["auto_over_best"], point["concurrency"]
+    goal = MIN_OVER_BEST if streams <= FEW_STREAMS else 0.0
+    return (
+        f"| {run.method} | {run.temperature} | {streams} | {by_mode['off']['tokens_per_second']:.1f} "
+        f"| {format_ratio(by_mode['auto']['over_off'], MIN_OVER_PLAIN)} | {best} "
+        f"| {by_mode[best]['over_off']:.2f}x | {format_ratio(over_best, goal)} |"
+    )
 
 
 def format_ratio(ratio: float, goal: float) -> str:
@@ -102,17 +118,18 @@ def main() -> None:
     parser.add_argument("--temperatures", default="0,1")
     parser.add_argument("--streams", default="1,2,4,8,16,32,64")
     parser.add_argument("--model", help="target; default: the built-in one")
+    parser.add_argument("--spec-model", help="draft model of draft_model; default: the built-in one")
     parser.add_argument("--threads", type=int)
-    parser.add_argument("--short", action="store_true", help="about 20 seconds per cell instead of 3 minutes")
+    parser.add_argument("--short", action="store_true", help="20 seconds per cell instead of 3 minutes")
     parser.add_argument("--quick", action="store_true", help="a few seconds per cell, to try the script")
     parser.add_argument("--table", action="store_true", help="print the table of the files in --out alone")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    cells = list(list_cells(options))
-    for cell in cells:
-        if not options.table and not cell.find_file(options.out).exists():
-            measure_cell(cell, options)
-    print("\n".join(format_table(cells, options.out)))
+    runs = list(list_runs(options))
+    for run in runs:
+        if not options.table and not run.find_file(options.out).exists():
+            measure_run(run, options)
+    print("\n".join(format_table(runs, options.out)))
 
 
 if __name__ == "__main__":
