@@ -76,6 +76,8 @@ class BlockLevels:
             self.network.markov_head,
         )
         for level in range(max(draft.builder.tree_spec.max_depth for draft in self.drafts)):
+            if not any(draft.builder.frontier for draft in self.drafts):
+                break
             logits = self.logits[:, level]
             if markov is not None:
                 outputs, memory = markov.step(self._to_tensor(tokens), self.states[:, level], memory)
