@@ -14,7 +14,7 @@ import torch
 
 from foredraft.kernels import tuning as module
 from foredraft.kernels.arena import Arena
-from foredraft.kernels.cpu.library import NativeLibrary
+from foredraft.kernels.cpu.library import TILE_SET, NativeLibrary
 from foredraft.kernels.linear import PackedWeight, linear
 from foredraft.kernels.tuning import (
     CHOICES,
@@ -29,7 +29,7 @@ from foredraft.kernels.tuning import (
     tune_products,
     write_tunings,
 )
-from tests.support.library_setups import EACH_SET, NATIVE, THREAD_SETUPS, make_normal, use_library
+from tests.support.library_setups import EACH_SET, EMULATED, NATIVE, THREAD_SETUPS, make_normal, use_library
 
 OTHER = Tuning(prefetch=2048, vectors=4, chunk_bytes=1 << 20)
 
@@ -39,6 +39,29 @@ def library() -> Iterator[NativeLibrary]:
     with use_library() as library:
         yield library
         apply_tunings(library, DEFAULTS)
+
+
+@NATIVE
+@pytest.mark.parametrize("instruction_set", [TILE_SET, EMULATED])
+@pytest.mark.parametrize("scale", [1.0, 1e-19, 1e19])
+def test_few_rows_by_vectors_have_the_bits_of_tiles(instruction_set: str, scale: float) -> None:
+    """Vectors take the place of tiles where weights are prefetched. Tiles count subnormal numbers as zero."""
+    values = make_normal(1000, 2102, seed=0) * scale
+    values[:, ::19] = 1e-39
+    weight = PackedWeight.pack(values.bfloat16(), None, Arena())  # too large for prefetching to be left out
+    x = make_normal(3, 2102, seed=1) * min(1.0, scale)
+    x[:, ::17] = 5e-40
+    with use_library(instruction_set, THREAD_SETUPS[1]) as native:
+        expected = linear(x, weight)
+        assert expected.isfinite().all()
+        apply_tunings(native, tuple(Tuning(prefetch=2048, vectors=vectors) for vectors in (8, 4, 2)))
+        try:
+            for rows in (x[:1], x[1:2], x[:2], x[1:]):
+                first = int((x == rows[0]).all(1).nonzero())
+                ours = linear(rows, weight)
+                assert torch.equal(ours.view(torch.int32), expected[first : first + len(rows)].view(torch.int32))
+        finally:
+            apply_tunings(native, DEFAULTS)
 
 
 @NATIVE

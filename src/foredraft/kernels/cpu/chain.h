@@ -32,9 +32,14 @@ static fd_rows level_of(const fd_chain *c, int num_rows) {
     return (fd_rows){.num_rows = num_rows, .page_size = c->page_size, .num_logits = num_rows, .max_keys = c->max_keys};
 }
 
+/* Sizes that no pass exceeds. */
+static fd_rows widest_pass(const fd_chain *c) {
+    int first_rows = c->first ? c->first->num_rows : 0;
+    return level_of(c, first_rows > c->drafts.num_drafts ? first_rows : c->drafts.num_drafts);
+}
+
 static int64_t chain_scratch(const fd_model *m, const fd_chain *c, int threads) {
-    fd_rows widest = level_of(c, c->drafts.num_drafts);
-    if (c->first && c->first->num_rows > widest.num_rows) widest.num_rows = c->first->num_rows;
+    fd_rows widest = widest_pass(c);
     return decoder_only_scratch(m, &widest, threads) + chain_buffers(m, c);
 }
 
@@ -104,8 +109,8 @@ static void chain_body(void *arg, fd_team *team) {
 
 /* Returns DRAFTS_DONE; DRAFTS_UNCERTAIN if rounding decides a race, which is then left to the reference. */
 static int draft_chains(const fd_model *m, const fd_chain *c, const fd_pass *first) {
-    fd_rows widest = level_of(c, c->drafts.num_drafts);
-    chain_run r = {.chain = c, .rows = widest, .pass = *first, .last_features = first->features};
+    fd_rows widest = widest_pass(c);
+    chain_run r = {.chain = c, .rows = level_of(c, c->drafts.num_drafts), .pass = *first, .last_features = first->features};
     r.pass.scratch = set_level_buffers(&r, m, first->scratch);
     r.level.logits = first->logits;
     r.level.stride = m->head.n;

@@ -1,4 +1,4 @@
-/* bf16 product with tiles of the processor: up to 16 rows of activations times 16 outputs, 32 values of k at a time.
+/* bf16 product with tiles of the processor.
  *
  * A packed panel has the processor's layout: a tile is 16 pairs of k times 16 outputs, with 128 bytes from row to row
  * and the panel's other half adjacent. The rest of k is added by vectors, in order. Each row of a tile is summed
@@ -7,11 +7,11 @@
 #ifndef FD_LINEAR_AMX_H
 #define FD_LINEAR_AMX_H
 
-#include "amx.h"
 #include "epilogue.h"
 #include "foredraft.h"
 #include "panel.h"
 #include "simd.h"
+#include "tile_sums.h"
 
 #if HAS_TILES
 
@@ -21,69 +21,6 @@ enum { CACHED_BYTES = 4 << 20 };
 /* Activations above MAX_ROW_BYTES do not stay in a core's second-level cache beside a panel. Then a group of panels stays
  * there instead, and every block of rows is read once for the group. */
 enum { MAX_ROW_BYTES = 1 << 20, GROUP_BYTES = 512 << 10 };
-enum { PAIR_BYTES = FD_PANEL * 4, STEP_PAIRS = 16 }; /* bytes of a pair of k in a panel; pairs of a tile */
-
-/* All tiles of a product have one height, so tiles are configured once. More rows than one tile use pairs of tiles. */
-INLINE int tile_height(int rows) {
-    int tiles = rows <= TILE_ROWS ? 1 : (rows + 2 * TILE_ROWS - 1) / (2 * TILE_ROWS) * 2;
-    return (rows + tiles - 1) / tiles;
-}
-
-/* Tiles 0 to 3 are sums, 4 and 5 activations, 6 and 7 weights. */
-static void begin_tiles(int rows) {
-    tile_shapes s = {.palette = 1};
-    for (int t = 0; t < TILES; t++) {
-        s.rows[t] = (uint8_t)(t < 6 ? tile_height(rows) : STEP_PAIRS);
-        s.row_bytes[t] = TILE_BYTES;
-    }
-    tile_configure(&s);
-}
-
-typedef struct {
-    const char *x[2], *panel[2]; /* factors of the block's two results */
-    int row[2], number[2];       /* index of the first row; index of the panel */
-    long stride;                 /* bytes between rows */
-    int steps;                   /* whole tiles of k */
-    long ahead;                  /* bytes of a panel to prefetch ahead; 0 = none */
-} tile_block;
-
-INLINE void prefetch_tile_pair(const char *w) {
-    _Pragma("GCC unroll 32") for (int i = 0; i < STEP_PAIRS * PAIR_BYTES; i += 64) __builtin_prefetch(w + i, 0, 2);
-}
-
-/* A tile of rows times a panel, with a second tile of rows or a second panel; to[i] is [16, 32]. */
-INLINE void sum_tiles(const tile_block *b, float to[2][TILE_ROWS * FD_PANEL], const int two_x, const int two_panels) {
-    tile_zero(0);
-    tile_zero(1);
-    tile_zero(2);
-    tile_zero(3);
-    for (long s = 0; s < b->steps; s++) {
-        const char *w = b->panel[0] + s * STEP_PAIRS * PAIR_BYTES;
-        if (b->ahead) prefetch_tile_pair(w + b->ahead);
-        tile_load(4, b->x[0] + s * TILE_BYTES, b->stride);
-        tile_load(6, w, PAIR_BYTES);
-        tile_dot(0, 4, 6);
-        tile_load(7, w + TILE_BYTES, PAIR_BYTES);
-        tile_dot(1, 4, 7);
-        if (two_x) {
-            tile_load(5, b->x[1] + s * TILE_BYTES, b->stride);
-            tile_dot(2, 5, 6);
-            tile_dot(3, 5, 7);
-        }
-        if (two_panels) {
-            w = b->panel[1] + s * STEP_PAIRS * PAIR_BYTES;
-            if (b->ahead) prefetch_tile_pair(w + b->ahead);
-            tile_load(6, w, PAIR_BYTES);
-            tile_dot(2, 4, 6);
-            tile_load(7, w + TILE_BYTES, PAIR_BYTES);
-            tile_dot(3, 4, 7);
-        }
-    }
-    tile_store(0, to[0], PAIR_BYTES);
-    tile_store(1, to[0] + TILE_BYTES / 4, PAIR_BYTES);
-    tile_store(2, to[1], PAIR_BYTES);
-    tile_store(3, to[1] + TILE_BYTES / 4, PAIR_BYTES);
-}
 
 /* Adds the pairs of k after the last whole tile to the sums of the tiles. */
 static void add_tail(const tile_block *b, int i, int rows, int pairs, float *sums) {
@@ -125,7 +62,8 @@ INLINE void multiply_tiles(const fd_weight *w, const char *x, int rows, int r, i
         b->x[i] = x + b->row[i] * b->stride;
         b->panel[i] = (const char *)w->data + b->number[i] * panel_bytes(w);
     }
-    if (two_x) sum_tiles(b, to, 1, 0);
+    if (rows <= MAX_FEW_ROWS && b->ahead) sum_few_rows(b, to, rows, count); /* in caches tiles are faster */
+    else if (two_x) sum_tiles(b, to, 1, 0);
     else if (count > 1) sum_tiles(b, to, 0, 1);
     else sum_tiles(b, to, 0, 0);
     for (int i = 0; i < (two_x ? 2 : count); i++) write_block(w, b, i, height, first_row[i] - b->row[i], to[i], e);

@@ -50,4 +50,17 @@ INLINE long panel_bytes(const fd_weight *w) {
     return quant_panel_bytes(w);
 }
 
+#define LINE_VECTORS (64 / (LANES * 4)) /* vectors of a cache line */
+
+#define NEAR_BYTES 1024 /* from the L2 cache to the L1 cache */
+
+/* Fetches what a tile reads `ahead` bytes later into the L2 cache, and what it reads soon into the L1 cache. */
+INLINE void prefetch_step(const char *const *col, int k, long ahead, const int V) {
+    _Pragma("GCC unroll 8") for (int j = 0; j < V; j += LINE_VECTORS) {
+        const char *line = col[j] + (long)k * FD_PANEL * 4;
+        __builtin_prefetch(line + ahead, 0, 2);
+        __builtin_prefetch(line + NEAR_BYTES, 0, 3);
+    }
+}
+
 #endif
