@@ -1,11 +1,13 @@
 """Settings that all tests share, and the cases that `make test` leaves out."""
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import settings
 
+from tests.support.guarded_scratch import guard_scratch
 from tests.support.sample_table import SAMPLES
 from tests.support.selection import COLLECTED, MARK, WIDE_MARK, divide_cases
 
@@ -24,3 +26,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for mark, cases in zip((MARK, WIDE_MARK), divide_cases(items, SAMPLES), strict=True):
         for item in cases:
             item.add_marker(mark)
+
+
+@pytest.fixture(autouse=True)
+def check_scratch() -> Iterator[None]:
+    """No native call of any test writes behind its scratch memory, even where its error would be handled."""
+    with guard_scratch() as overrun:
+        yield
+    assert not overrun, f"written behind blocks of {overrun} bytes"

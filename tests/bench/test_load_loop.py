@@ -22,6 +22,8 @@ from foredraft.bench.load import (
     LoadRequest,
     LoadWorkload,
     RequestTimeline,
+    SlicedLoop,
+    run_in_turns,
 )
 from foredraft.bench.load_drivers import AsyncStreamDriver, EngineDriver, OpenAIEndpoint, StreamDelta, WorkerDriver
 from foredraft.llm import LLM, MemoryLimits
@@ -81,7 +83,8 @@ class Timed:
     machine: dict[str, float] = field(default_factory=lambda: {"now": 0.0, "slow": 1.0})
     stats: Stats | None = None
 
-    def run(self, jobs: Sequence[LoadRequest], concurrency: int) -> ClosedLoopResult:
+    def run_slices(self, jobs: Sequence[LoadRequest], concurrency: int) -> SlicedLoop:
+        yield from ()
         self.log.append(self.name)
         pace = self.machine["slow"] / self.speed
         times = [(2 * pace * (i + 1), 2) for i in range(5)]
@@ -166,6 +169,28 @@ def test_the_engine_keeps_all_streams_busy_until_one_finds_nothing():
     assert loop.seconds > 0
     assert not llm.engine.has_work
     assert llm.engine.scheduler.allocator.num_used == 0
+
+
+def test_engines_take_turns_and_their_pauses_do_not_count():
+    """Each reading of the clock is a second later, so every step fills a slice."""
+    clock, order = count(), list[str]()
+    loops = {}
+    for name in ("a", "b"):
+        llm = tiny_models.plain().with_drafter("ngram", 2)
+        step = llm.engine.step
+        llm.engine.step = lambda name=name, step=step: (order.append(name), step())  # type: ignore[method-assign]
+        driver = EngineDriver(llm, GREEDY, clock=lambda: float(next(clock)))
+        loops[name] = driver.run_slices(WORK.make_requests(3, 0), 3)
+    results = run_in_turns(loops)
+    assert order == ["a", "b"] * (len(order) // 2)
+    alone = EngineDriver(tiny_models.plain().with_drafter("ngram", 2), GREEDY).run(WORK.make_requests(3, 0), 3)
+    assert [[n for _, n in t.arrivals] for t in results["a"].timelines] == [
+        [n for _, n in t.arrivals] for t in alone.timelines
+    ]
+    assert results["a"].seconds + results["b"].seconds < next(clock)
+    clock = count()
+    single = EngineDriver(tiny_models.plain().with_drafter("ngram", 2), GREEDY, clock=lambda: float(next(clock)))
+    assert single.run(WORK.make_requests(3, 0), 3).seconds == results["a"].seconds
 
 
 def test_no_prompt_is_found_again_in_the_cache():

@@ -1,7 +1,8 @@
 """Throughput and latency under load, measured by a closed loop.
 
-Every stream sends its next request when its last one has ended. In a round all modes answer the same requests, in
-rotating order. Ratios are taken within a round, so that a slow minute of the machine affects all modes alike. A loop
+Every stream sends its next request when its last one has ended. In a round all modes answer the same requests, engines
+of this process in turns of SLICE_SECONDS. Ratios are taken within a round, so that a slow second of the machine affects
+all modes alike. A loop
 ends when a stream finds no request left, so all streams are busy while time counts. Requests that still run are then
 aborted, and their later tokens do not count.
 """
@@ -9,7 +10,7 @@ aborted, and their later tokens do not count.
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Protocol
@@ -20,6 +21,7 @@ from foredraft.outputs import Stats, sum_stats
 OFF, AUTO = "off", "auto"  # modes without drafts and with the adaptive draft length
 EXTRA_TOKENS = 64  # KV slots of a request beyond its tokens: its draft and the unused end of its last page
 GOLDEN_FRACTION = 0.6180339887498949  # any number of its multiples, modulo 1, is spread evenly
+SLICE_SECONDS = 0.1  # after which the engine of another mode runs
 LENGTH_RANGE = (0.5, 1.5)  # output lengths over their mean
 
 
@@ -70,11 +72,14 @@ class ClosedLoopResult:
         return self.num_tokens / self.seconds if self.seconds > 0 else 0.0
 
 
+SlicedLoop = Generator[None, None, ClosedLoopResult]  # a closed loop that stops now and then, so that others can run
+
+
 class LoadDriver(Protocol):
     """Interface to an engine in this process, to its worker or to a server."""
 
-    def run(self, requests: Sequence[LoadRequest], concurrency: int) -> ClosedLoopResult:
-        """Run one closed loop.
+    def run_slices(self, requests: Sequence[LoadRequest], concurrency: int) -> SlicedLoop:
+        """Run one closed loop. It may stop after SLICE_SECONDS; the time until it goes on does not count.
 
         Args:
             requests: requests of the round, at least `concurrency`.
@@ -185,7 +190,7 @@ def measure(
     names = list(drivers)
     for name in names:
         on_progress(f"{concurrency} streams, warming up {name}")
-        drivers[name].run(workload.make_requests(concurrency, -1), concurrency)
+        run_in_turns({name: drivers[name].run_slices(workload.make_requests(concurrency, -1), concurrency)})
     loops: dict[str, list[ClosedLoopResult]] = {name: [] for name in names}
     longest_round = 0.0
     for number in range(budget.max_rounds):
@@ -198,12 +203,27 @@ def measure(
             break
         requests = workload.make_requests(concurrency, number)
         shift = number % len(names)
-        for name in names[shift:] + names[:shift]:
-            on_progress(f"{concurrency} streams, round {number + 1}, {name}")
-            gc.collect()  # garbage of one mode must not take time of the next
-            loops[name].append(drivers[name].run(requests, concurrency))
+        on_progress(f"{concurrency} streams, round {number + 1}")
+        gc.collect()  # garbage of the warm-up or of another round
+        order = names[shift:] + names[:shift]
+        results = run_in_turns({name: drivers[name].run_slices(requests, concurrency) for name in order})
+        for name, result in results.items():
+            loops[name].append(result)
         longest_round = max(longest_round, time.perf_counter() - round_start)
     return build_point(concurrency, loops)
+
+
+def run_in_turns(loops: Mapping[str, SlicedLoop]) -> dict[str, ClosedLoopResult]:
+    """Run several closed loops, a slice of each in turn, and return their results."""
+    results: dict[str, ClosedLoopResult] = {}
+    while len(results) < len(loops):
+        for name, loop in loops.items():
+            if name not in results:
+                try:
+                    next(loop)
+                except StopIteration as end:
+                    results[name] = end.value
+    return results
 
 
 def build_point(concurrency: int, loops: Mapping[str, Sequence[ClosedLoopResult]]) -> LoadPoint:

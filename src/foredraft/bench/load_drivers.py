@@ -11,7 +11,14 @@ from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanage
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from foredraft.bench.load import ClosedLoopResult, LoadRequest, RequestTimeline
+from foredraft.bench.load import (
+    SLICE_SECONDS,
+    ClosedLoopResult,
+    LoadRequest,
+    RequestTimeline,
+    SlicedLoop,
+    run_in_turns,
+)
 from foredraft.errors import ForedraftError
 from foredraft.outputs import Delta, Stats
 from foredraft.request_options import RequestOptions
@@ -26,9 +33,35 @@ MAX_ERROR_CHARS = 300  # of a response body that an error message quotes
 IDLE_POLL_SECONDS = 0.001
 
 
+class PausedClock:
+    """Clock that begins at 0 and does not count pauses.
+
+    Args:
+        clock: returns seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._start, self._paused_at = clock(), 0.0
+
+    def read(self) -> float:
+        """Return the seconds since the start, without pauses."""
+        return self._clock() - self._start
+
+    def pause(self) -> None:
+        self._paused_at = self._clock()
+
+    def resume(self) -> None:
+        """Leave out the time since `pause`."""
+        self._start += self._clock() - self._paused_at
+
+
 @dataclass
 class EngineDriver:
-    """Driver that steps the engine in this thread, without a thread or a queue between clock and step."""
+    """Driver that steps the engine in this thread, without a thread or a queue between clock and step.
+
+    Its loops run in slices: several engines can take turns, so that their times are those of the same seconds.
+    """
 
     llm: "LLM"
     sampling: Sampling
@@ -36,28 +69,37 @@ class EngineDriver:
     next_salt: Callable[[], bytes] = field(default_factory=lambda: _make_salt_source())
 
     def run(self, requests: Sequence[LoadRequest], concurrency: int) -> ClosedLoopResult:
-        engine = self.llm.engine
+        """Run one closed loop to its end."""
+        return run_in_turns({"": self.run_slices(requests, concurrency)})[""]
+
+    def run_slices(self, requests: Sequence[LoadRequest], concurrency: int) -> SlicedLoop:
+        engine, clock = self.llm.engine, PausedClock(self.clock)
         queue, active, timelines = (
             deque(requests),
             list[tuple["Transcript", RequestTimeline]](),
             list[RequestTimeline](),
         )
-        start = self.clock()
+        slice_end = SLICE_SECONDS
         while True:
             while queue and len(active) < concurrency:
-                timelines.append(RequestTimeline(self.clock()))
+                timelines.append(RequestTimeline(clock.read()))
                 transcript = prepare_transcript(self.llm, queue.popleft(), self.sampling, self.next_salt())
                 engine.add(transcript)
                 active.append((transcript, timelines[-1]))
             if len(active) < concurrency:
                 break
             engine.step()
-            now = self.clock()
+            now = clock.read()
             for transcript, timeline in active:
                 while transcript.deltas:
                     record_delta(transcript.deltas.popleft(), timeline, now)
             active = [pair for pair in active if not pair[0].is_finished]
-        seconds = self.clock() - start
+            if now >= slice_end:
+                clock.pause()
+                yield
+                clock.resume()
+                slice_end = now + SLICE_SECONDS
+        seconds = clock.read()
         for transcript, timeline in active:
             timeline.stats = transcript.build_stats()
             engine.abort(transcript.request)
@@ -123,7 +165,13 @@ class AsyncStreamDriver:
         self._clock = clock
 
     def run(self, requests: Sequence[LoadRequest], concurrency: int) -> ClosedLoopResult:
+        """Run one closed loop to its end."""
         return asyncio.run(self._run_loop(requests, concurrency))
+
+    def run_slices(self, requests: Sequence[LoadRequest], concurrency: int) -> SlicedLoop:
+        """Run one closed loop in one slice: its streams are open until the end."""
+        yield from ()
+        return self.run(requests, concurrency)
 
     def close(self) -> None:
         """Do nothing, as every loop closes its own session."""

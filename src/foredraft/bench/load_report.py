@@ -164,8 +164,8 @@ class LoadBench:
             f"{self.origin}; {report.format_count(self.num_prompts, 'prompt')}{cut}, outputs of "
             f"{0.5 * s.max_tokens:.0f} to {1.5 * s.max_tokens:.0f} tokens, {mode}",
             "closed loop: every stream sends its next request when the last has ended, all begin together, and time "
-            "ends when a stream finds no request left; all modes in turn for the same requests; medians over rounds of "
-            "the ratios within a round",
+            "ends when a stream finds no request left; all modes for the same requests, engines of this process in "
+            "turns of 0.1 s; medians over rounds of the ratios within a round",
             "TTFT: from sending to the first token; gap: between two deltas of a request, which may hold several "
             "tokens; per token: the gap over its tokens, weighted by them",
             "best fixed: the length with the highest median, which selection bias favours",

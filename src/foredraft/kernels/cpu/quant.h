@@ -149,17 +149,15 @@ static void quant_prepare(const fd_weight *w, const float *x, char *to) {
     }
 }
 
-/* Adds the steps of one group for M rows to acc [M][PANEL_VECTORS]. The hardware prefetcher suffices for few rows; with
- * more rows the loop prefetches explicitly. */
+enum { QUANT_AHEAD = 8192 }; /* bytes from a step to the one that is fetched into the L2 cache meanwhile */
+
+/* Adds the steps of one group for M rows to acc [M][PANEL_VECTORS]. */
 INLINE void quant_steps(const char *w, const char *x, long stride, int steps, vi *acc, const int M, const int kind) {
     const int words = quant_step(kind) * QUANT_VALUE_BYTES / 4;
     for (int s = 0; s < steps; s++, w += STEP_BYTES, x += words * 4) {
-        if (kind == FD_INT8 && M > 4) {
-            __builtin_prefetch(w + 8192, 0, 2);
-            __builtin_prefetch(w + 8192 + 64, 0, 2);
-        } else if (kind == FD_INT4 && M > 2) {
-            __builtin_prefetch(w + 2048);
-            __builtin_prefetch(w + 2048 + 64);
+        for (int i = 0; i < STEP_BYTES; i += 64) {
+            __builtin_prefetch(w + QUANT_AHEAD + i, 0, 2);
+            __builtin_prefetch(w + NEAR_BYTES + i, 0, 3);
         }
         _Pragma("GCC unroll 8") for (int v = 0; v < PANEL_VECTORS; v++) {
             vu part[4];
