@@ -120,7 +120,7 @@ def main() -> None:
     parser.add_argument("--model", help="target; default: the built-in one")
     parser.add_argument("--spec-model", help="draft model of draft_model; default: the built-in one")
     parser.add_argument("--threads", type=int)
-    parser.add_argument("--short", action="store_true", help="20 seconds per cell instead of 3 minutes")
+    parser.add_argument("--short", action="store_true", help="15 seconds per cell instead of 3 minutes")
     parser.add_argument("--quick", action="store_true", help="a few seconds per cell, to try the script")
     parser.add_argument("--table", action="store_true", help="print the table of the files in --out alone")
     options = parser.parse_args()

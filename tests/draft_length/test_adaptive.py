@@ -347,7 +347,7 @@ def test_the_chosen_length_sits_at_the_end_of_a_stair(load):
     ends = [budget + load in GRAPH_BUCKETS for budget, reason in zip(totals.budgets, totals.reasons, strict=True)
             if reason == "pays"]  # fmt: skip
     assert len(ends) > 1000
-    assert sum(ends) > 0.92 * len(ends), "all but the lengthened and shortened drafts"
+    assert sum(ends) > 0.9 * len(ends), "all but the lengthened and shortened drafts, and a plan or two"
     assert totals.speed >= BEST * find_best_fixed(world, 800)[1]
 
 

@@ -16,8 +16,10 @@ from collections.abc import Sequence, Set
 
 from foredraft.draft_length.costs import CostCurve, DraftCost
 from foredraft.draft_length.current_plan import Candidates, CurrentPlan
+from foredraft.draft_length.held_decision import HeldDecision
 from foredraft.draft_length.intervals import compute_plain_interval
 from foredraft.draft_length.observer import WARMUP_NODES, StepObserver
+from foredraft.draft_length.plain_run import PlainRun
 from foredraft.draft_length.planner import LengthPlan, cut_nodes
 from foredraft.draft_length.policy import DecisionReason, LengthDecision, StepReport
 from foredraft.draft_length.prober import Prober
@@ -61,6 +63,8 @@ class AdaptiveLengthPolicy:
         self.counts: Counter[DecisionReason] = Counter()
         self._plan = CurrentPlan(self.observer)
         self._prober = Prober(self.observer)
+        self._held = HeldDecision()
+        self._plain_run = PlainRun()
         self._probes = self._prober.schedule  # when the next probe is due, and the slots of the current one
 
     @property
@@ -75,7 +79,14 @@ class AdaptiveLengthPolicy:
 
     def allocate(self, candidates: Candidates, num_pass_tokens: int, attended_tokens: int = 0) -> list[int]:
         """Grant draft nodes for the next step; arguments as in `DraftLengthPolicy.allocate`."""
-        observer, kinds = self.observer, {c.kind for c in candidates}
+        observer = self.observer
+        held = self._held.find(observer.step, num_pass_tokens, candidates)
+        if held is not None and observer.credit.is_ample:
+            self._plan.keep()
+            observer.begin_step(len(candidates), has_fixed=False)
+            self.counts[self.decision.reason] += 1
+            return held
+        kinds = {c.kind for c in candidates}
         if not any(c.min_nodes for c in candidates) and self.repeat_none(len(candidates), kinds):
             return [0] * len(candidates)
         if not observer.is_drafting and not self._plan.covers(kinds):
@@ -101,7 +112,26 @@ class AdaptiveLengthPolicy:
             reason, nodes=sum(granted), longest=max(granted, default=0), plain_rate=plan.plain_rate / slowdown,
             rate=plan.rate / slowdown, acceptance=plan.acceptance,
         ))  # fmt: skip
+        if self._can_hold(reason, granted, candidates):
+            self._held.hold(num_pass_tokens, candidates, granted)
+        else:
+            self._held.release()
         return granted
+
+    def _can_hold(self, reason: DecisionReason, granted: Sequence[int], candidates: Candidates) -> bool:
+        """Return whether the next steps may repeat this one: it drafts what the plan says, and the credit is ample."""
+        nodes_by_slot = self._plan.plan.nodes_by_slot
+        return (
+            reason == "pays"
+            and not self._probes.slots
+            and not self.observer.has_fixed
+            and self.observer.credit.is_ample
+            and not self._plan.has_predictions
+            and all(
+                nodes == min(nodes_by_slot.get(c.slot, 0), c.max_nodes)
+                for c, nodes in zip(candidates, granted, strict=False)
+            )
+        )
 
     def record_decision(self, decision: LengthDecision) -> None:
         """Set the last decision and count its reason."""
@@ -148,14 +178,19 @@ class AdaptiveLengthPolicy:
             reason = "does not pay"
         least = {c.slot: c.min_nodes for c in adjustable if c.min_nodes}
         granted = plan.nodes_by_slot if is_drafting else least
-        is_plain_due = observer.steps_since_plain >= compute_plain_interval(plan.speedup - 1.0)
-        if is_drafting and is_plain_due and not observer.has_fixed:
+        # The time of a plain step that is not well known would make drafts seem to save more, or less, than they do.
+        confidence = self.curve.get_confidence(len(adjustable) + observer.num_others)
+        interval = compute_plain_interval(plan.speedup - 1.0, confidence)
+        if is_drafting and not observer.has_fixed and self._plain_run.take_step(observer.steps_since_plain, interval):
             return "measure", {}
         if is_drafting and observer.step % LONG_DRAFT_INTERVAL == 0:  # half as long again, rounded up
             granted = {slot: nodes + (nodes + 1) // 2 for slot, nodes in granted.items()}
         elif is_drafting and observer.step % LONG_DRAFT_INTERVAL == LONG_DRAFT_INTERVAL // 2:  # a quarter shorter
             granted = {slot: max(nodes - (nodes + 3) // 4, min(nodes, 1)) for slot, nodes in granted.items()}
+        was_probing = bool(self._probes.slots)
         probed = self._prober.update(adjustable, granted, num_pass_tokens)
+        if was_probing and not probed:
+            self._plan.expire()  # the next step compares what the probe has shown
         if probed:
             granted = granted | {slot: max(PROBE_NODES, granted.get(slot, 0)) for slot in probed}
             reason = reason if is_drafting else "probe"
@@ -204,3 +239,4 @@ class AdaptiveLengthPolicy:
         self.observer.forget(slots)
         self._probes.forget(slots)
         self._plan.forget(slots)
+        self._held.release()

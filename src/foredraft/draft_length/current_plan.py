@@ -3,7 +3,12 @@
 from collections.abc import Sequence, Set
 from dataclasses import replace
 
-from foredraft.draft_length.intervals import PAUSED_LIFETIME, RESUMPTION_INTERVAL, get_plan_lifetime
+from foredraft.draft_length.intervals import (
+    PAUSED_LIFETIME,
+    RESTING_LIFETIME,
+    RESUMPTION_INTERVAL,
+    get_plan_lifetime,
+)
 from foredraft.draft_length.observer import StepObserver
 from foredraft.draft_length.planner import LengthPlan, StepShape
 from foredraft.draft_length.policy import DraftCandidate
@@ -26,18 +31,24 @@ class CurrentPlan:
         self._observer = observer
         self._age = 0  # in steps
         self._key: object = None  # batch that the plan was computed for; None = compute a new plan
-        self._estimates: object = None  # kind of drafts and levels of confidence that it was computed with
+        self._is_tree = False  # whether it was computed for trees
+        self._levels: tuple[int, ...] = ()  # of confidence that it was computed with
         self._kinds: frozenset[int] = frozenset()  # kinds of the requests in that batch
 
     @property
     def can_be_kept(self) -> bool:
         """Whether no new plan is due in the next step while drafting is paused."""
-        return self._age + 1 < PAUSED_LIFETIME
+        return self._age + 1 < (RESTING_LIFETIME if self._observer.is_resting else PAUSED_LIFETIME)
 
     @property
     def is_resumption_due(self) -> bool:
         """Whether the next step compares the time credit with a plan that pays. Every step would take too long."""
         return (self._age + 1) % RESUMPTION_INTERVAL == 0
+
+    @property
+    def has_predictions(self) -> bool:
+        """Whether the drafter predicts the acceptance of its tokens, which may end the plan early."""
+        return bool(self._levels)
 
     def covers(self, kinds: Set[int]) -> bool:
         """Return whether the plan was computed with all of these kinds of requests."""
@@ -60,10 +71,11 @@ class CurrentPlan:
         levels = survival.list_confidence_levels([c.slot for c in candidates])
         key = (num_pass_tokens, tuple(candidates), observer.num_others)
         self._age += 1
-        if self._is_current(key, (survival.is_tree, levels), adjustable):
+        if self._is_current(key, survival.is_tree == self._is_tree and levels == self._levels, adjustable):
+            self._add_newcomers(adjustable)
             return self.plan
         observer.settle()
-        self._estimates = survival.is_tree, levels
+        self._is_tree, self._levels = survival.is_tree, levels
         self._key, self._age, self._kinds = key, 0, frozenset(c.kind for c in candidates)
         fixed = [c for c in candidates if c.min_nodes]
         fixed_longest = max((c.min_nodes for c in fixed), default=0)
@@ -82,17 +94,30 @@ class CurrentPlan:
         self.plan = observer.costs.planner.find_best_plan(shape, slots, limits, rates, draft_probs)
         return self.plan
 
-    def _is_current(self, key: object, estimates: object, adjustable: Candidates) -> bool:
+    def _is_current(self, key: object, has_same_estimates: bool, adjustable: Candidates) -> bool:
         """Return whether the plan may still be used for the batch `key` with these adjustable requests."""
         if self._observer.is_warming_up or self._key is None:
             return False
-        has_same_estimates = estimates == self._estimates
+        if self._observer.is_resting:
+            return self._age < RESTING_LIFETIME
+        nodes_by_slot = self.plan.nodes_by_slot
+        is_covered = all(c.slot in nodes_by_slot for c in adjustable)
+        has_similar = bool(nodes_by_slot) and self.covers({c.kind for c in adjustable})  # newcomers get their length
         return self._age < get_plan_lifetime(
             len(adjustable),
             is_paused=not self._observer.is_drafting,
             is_same_batch=has_same_estimates and key == self._key,
-            is_covered=has_same_estimates and all(c.slot in self.plan.nodes_by_slot for c in adjustable),
+            is_comparable=has_same_estimates and (is_covered or has_similar),
         )
+
+    def _add_newcomers(self, adjustable: Candidates) -> None:
+        """Give requests that joined after the plan was computed the mean length of the others."""
+        nodes_by_slot = self.plan.nodes_by_slot
+        newcomers = [c for c in adjustable if c.slot not in nodes_by_slot]
+        if newcomers and nodes_by_slot:
+            mean = round(sum(nodes_by_slot.values()) / len(nodes_by_slot))
+            added = {c.slot: min(max(mean, c.min_nodes), c.max_nodes) for c in newcomers}
+            self.plan = replace(self.plan, nodes_by_slot=nodes_by_slot | added)
 
     def forget(self, slots: Sequence[int]) -> None:
         """Drop the nodes of these slots."""

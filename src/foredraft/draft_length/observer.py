@@ -9,18 +9,21 @@ from typing import NamedTuple
 from foredraft.draft_length.acceptance import SurvivalEstimator
 from foredraft.draft_length.costs import CostCurve, DraftCost
 from foredraft.draft_length.credit import TimeCredit
+from foredraft.draft_length.plain_run import NUM_TRANSITION_STEPS
 from foredraft.draft_length.policy import DraftCandidate, StepReport
 from foredraft.draft_length.step_costs import StepCosts
 from foredraft.draft_length.step_times import StepTimes, TimedStep
 from foredraft.draft_length.unread import UnreadCounter
 
 # Warm-up: the first steps, to measure costs
-WARMUP_NODES = (0, 0, 1, 1, 3, 3, 3)  # draft nodes per request: entry i is for step i
+WARMUP_NODES = (0, 0, 0, 0, 1, 1, 3, 3, 3)  # draft nodes per request: entry i is for step i
 # A negative credit ends the warm-up, but not before this many steps: the first draft is slow, because the drafter reads
 # the prompt.
 MIN_WARMUP_STEPS = 4
 RESTING_STEPS = 64  # steps of a pause after which drafting rests
-MAX_UNOBSERVED_STEPS = 7  # reports in a row that may be skipped (`_skip`)
+MAX_UNOBSERVED_STEPS = 15  # reports in a row that may be skipped (`_skip`)
+MAX_WAITING = 4  # reports that wait at most
+MAX_WAITING_COST = 12.0  # plain steps that they may take together: as much as the credit holds if it is ample
 
 
 class CurrentStep(NamedTuple):
@@ -30,8 +33,22 @@ class CurrentStep(NamedTuple):
     has_fixed: bool = False  # drafts of fixed or least length
 
 
+class FinishedStep(NamedTuple):
+    """A report that waits, with the state of the observer at its time."""
+
+    report: StepReport
+    longest: int  # most nodes that one request was granted; 0 = a plain step
+    step: int
+    has_fixed: bool
+    num_steps: int  # steps since the last report that was evaluated
+    is_transition: bool  # a plain step soon after drafts, or one of the first steps
+
+
 class StepObserver:
     """Estimates from finished steps, for the policies that decide about the next.
+
+    The pass of the target empties the caches, so the code below is slow when it runs once per step. While drafting
+    pays, nothing depends on the last few steps, and their reports wait until there are MAX_WAITING of them.
 
     Args:
         curve: time of a forward pass of the target by its number of tokens; None = learned from steps.
@@ -58,15 +75,17 @@ class StepObserver:
         self.num_others = 0
         self._current = CurrentStep()
         self._num_unobserved = 0  # steps since the last report that was evaluated
+        self._num_plain = 0  # plain steps since the last draft
+        self._waiting: list[FinishedStep] = []
 
     @property
     def costs(self) -> StepCosts:
-        """Costs of steps; without those that wait (`settle`)."""
+        """Costs of steps; without those whose reports wait (`settle`)."""
         return self._times.costs
 
     @property
     def credit(self) -> TimeCredit:
-        """Time that drafting has saved and may lose again; without the steps that wait."""
+        """Time that drafting has saved and may lose again; without the steps whose reports wait."""
         return self._times.credit
 
     @property
@@ -113,30 +132,18 @@ class StepObserver:
         """Return the seconds that the drafter takes to read the unread tokens of these requests."""
         return self.costs.estimate_catch_up(*self.unread.count(slots, self.step))
 
-    def settle(self) -> None:
-        """Add the steps that wait to costs and credit, before a decision that depends on them."""
-        self._times.settle()
-
     def record_step(self, report: StepReport) -> None:
         """Update cost, survival and time credit from a finished step."""
         outcomes = report.outcomes
-        slots = [o.slot for o in outcomes if o.granted_nodes > 0]  # requests that were granted a draft
-        if not slots and self._skip():
+        longest = max([o.granted_nodes for o in outcomes], default=0)
+        if not longest and self._skip():
             return
-        longest = max([o.granted_nodes for o in outcomes], default=0)  # most nodes of one request; 0 = a plain step
-        nodes = sum([o.num_drafted for o in outcomes])
-        step = TimedStep(report, longest, nodes, *self.unread.count(slots, self.step), self.has_fixed)
-        is_steady = longest > 0 and self.is_drafting and not self.is_warming_up
-        self._times.record(step, can_wait=is_steady)
-        survival, num_steps = self.survival, self._num_unobserved + 1
-        for o in outcomes:
-            if o.granted_nodes > 0:
-                survival.record_draft(*o)
-                self.unread.record_draft(o.slot, self.step)
-            else:
-                survival.record_idle(o.slot, num_steps)
-        if not longest:
-            survival.record_pause(num_steps)
+        num_steps = self._num_unobserved + 1
+        self._num_plain = 0 if longest else self._num_plain + num_steps
+        is_transition = 0 < self._num_plain <= NUM_TRANSITION_STEPS
+        self._waiting.append(FinishedStep(report, longest, self.step, self.has_fixed, num_steps, is_transition))
+        if not self._can_wait(report, longest):
+            self.settle()
         self._num_unobserved = 0
         # After a step without candidates, its requests may become candidates, so they are not counted as others.
         num_candidates = self._current.num_candidates
@@ -149,10 +156,45 @@ class StepObserver:
                 self.end_warmup()
         self.step += 1
 
+    def settle(self) -> None:
+        """Evaluate the reports that wait, before a decision that depends on them."""
+        for finished in self._waiting:
+            self._evaluate(finished)
+        self._waiting.clear()
+
+    def _can_wait(self, report: StepReport, longest: int) -> bool:
+        """Return whether no decision depends on the newest report at once, and the time credit covers all that wait.
+
+        Predictions of the drafter do not wait: they tell at once that a request has become easier.
+        """
+        if not longest or not self.is_drafting or self.is_warming_up or len(self._waiting) == MAX_WAITING:
+            return False
+        max_seconds = MAX_WAITING_COST * self.credit.plain_step_cost * self.costs.slowdown
+        waiting_seconds = sum([finished.report.step_time for finished in self._waiting])
+        has_predictions = any(o.confidences for o in report.outcomes)
+        return self.credit.is_ample and waiting_seconds <= max_seconds and not has_predictions
+
+    def _evaluate(self, finished: FinishedStep) -> None:
+        """Update costs, time credit, survival and unread tokens."""
+        report, longest, step, has_fixed, num_steps, is_transition = finished
+        slots = [o.slot for o in report.outcomes if o.granted_nodes > 0]  # requests that were granted a draft
+        nodes = sum([o.num_drafted for o in report.outcomes])
+        unread, newcomers = self.unread.count(slots, step)
+        self._times.record(TimedStep(report, longest, nodes, unread, newcomers, has_fixed, is_transition))
+        survival = self.survival
+        for o in report.outcomes:
+            if o.granted_nodes > 0:
+                survival.record_draft(*o)
+                self.unread.record_draft(o.slot, step)
+            else:
+                survival.record_idle(o.slot, num_steps)
+        if not longest:
+            survival.record_pause(num_steps)
+
     def _skip(self) -> bool:
         """Skip the report of a step without drafts, to save time, if drafting is paused or there was no candidate.
 
-        One report in eight is evaluated even then. A skipped step only adds its allowance to the time credit. Returns
+        One report in 16 is evaluated even then. A skipped step only adds its allowance to the time credit. Returns
         whether the report was skipped.
         """
         is_busy = self._current.num_candidates > 0 and self.is_drafting  # `is_drafting` is true during warm-up
@@ -167,5 +209,6 @@ class StepObserver:
 
     def forget(self, slots: Sequence[int]) -> None:
         """Drop the estimates of these slots."""
+        self.settle()
         self.survival.forget(slots)
         self.unread.forget(slots)

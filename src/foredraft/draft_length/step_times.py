@@ -1,4 +1,4 @@
-"""Times of finished steps: costs and time credit are updated from several of them at once.
+"""Times of finished steps: what they tell about costs, and what drafting has saved.
 
 Pure: no clock. All times are in seconds.
 """
@@ -8,9 +8,6 @@ from typing import NamedTuple
 from foredraft.draft_length.credit import TimeCredit
 from foredraft.draft_length.policy import StepReport
 from foredraft.draft_length.step_costs import StepCosts
-
-MAX_WAITING = 4  # steps that wait at most
-MAX_WAITING_COST = 2.0  # plain steps that a step may take to wait: four of them then lose little of the time credit
 
 
 class TimedStep(NamedTuple):
@@ -22,13 +19,11 @@ class TimedStep(NamedTuple):
     unread: int  # tokens that the drafter read before it drafted
     newcomers: int  # requests that drafted for the first time
     has_fixed: bool  # drafts of fixed or least length
+    is_transition: bool = False  # its time is not that of plain decoding, so it says nothing about costs
 
 
 class StepTimes:
-    """Costs and time credit, and the steps that have not been added to them.
-
-    The pass of the target empties the caches, so the code below is slow when it runs once per step. While drafting
-    pays, nothing depends on the last few steps, and they wait until there are MAX_WAITING of them.
+    """Costs and time credit.
 
     Args:
         costs: costs of steps.
@@ -40,28 +35,14 @@ class StepTimes:
     def __init__(self, costs: StepCosts) -> None:
         self.costs = costs
         self.credit = TimeCredit()
-        self._waiting: list[TimedStep] = []
 
-    def record(self, step: TimedStep, can_wait: bool) -> None:
-        """Add a step. It waits if it may, the time credit is ample, and the step was short.
-
-        Args:
-            step: the step.
-            can_wait: whether no decision depends on it at once.
-        """
-        self._waiting.append(step)
-        longest_seconds = MAX_WAITING_COST * self.credit.plain_step_cost * self.costs.slowdown
-        has_waited = len(self._waiting) == MAX_WAITING or step.report.step_time > longest_seconds
-        if has_waited or not can_wait or not self.credit.is_ample:
-            self.settle()
-
-    def settle(self) -> None:
-        """Add the steps that wait to costs and credit."""
-        for step in self._waiting:
+    def record(self, step: TimedStep) -> None:
+        """Add a step to costs and credit."""
+        seconds = step.report.step_time
+        if not step.is_transition:
             seconds = self.costs.record(step.report, step.longest, step.nodes, step.unread, step.newcomers)
-            if step.report.outcomes:
-                self._update_credit(step, seconds)
-        self._waiting.clear()
+        if step.report.outcomes:
+            self._update_credit(step, seconds)
 
     def _update_credit(self, step: TimedStep, seconds: float) -> None:
         """Add the time that a step saved to the time credit, or subtract the time that it lost.

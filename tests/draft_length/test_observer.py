@@ -1,0 +1,91 @@
+"""Reports that wait: nothing is lost or changed, and only steps that the time credit covers wait."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from foredraft.draft_length.costs import CostCurve
+from foredraft.draft_length.observer import MAX_WAITING, WARMUP_NODES, StepObserver
+from foredraft.draft_length.plain_run import NUM_TRANSITION_STEPS
+from foredraft.draft_length.policy import DraftCandidate, DraftOutcome, StepReport
+
+PLAIN = StepReport(1, 1, 1, 50, 0.0, 1.0, (DraftOutcome(0, 0, 0),))
+
+
+def draft(seconds: float, accepted: Sequence[int] = (1, 2), confidences: tuple[float, ...] = ()) -> StepReport:
+    return StepReport(1, 4, 4, 200, 0.1, seconds, (DraftOutcome(0, 3, 3, tuple(accepted), confidences),))
+
+
+def record(observer: StepObserver, report: StepReport) -> None:
+    observer.begin_step(1, has_fixed=False)
+    observer.record_step(report)
+
+
+def start() -> StepObserver:
+    """Return an observer after plain steps, which set the initial credit, and a few drafts."""
+    observer = StepObserver(CostCurve([(1, 1.0), (8, 1.2)]), None)
+    observer.register([DraftCandidate(0, 8)])
+    for _ in range(NUM_TRANSITION_STEPS + 1):
+        record(observer, PLAIN)
+    for _ in WARMUP_NODES[NUM_TRANSITION_STEPS + 1 :]:
+        record(observer, draft(1.2))
+    assert not observer.is_warming_up
+    observer.settle()
+    return observer
+
+
+def test_steps_that_waited_leave_what_steps_added_at_once_leave() -> None:
+    one, other = start(), start()
+    for i in range(10):
+        report = draft(1.2 + 0.05 * (i % 3), accepted=range(1, 1 + i % 4))
+        record(one, report)
+        one.settle()
+        record(other, report)
+    assert one.credit.seconds != other.credit.seconds, "two steps wait"
+    other.settle()
+    assert one.credit.seconds == other.credit.seconds
+    assert one.costs.slowdown == other.costs.slowdown
+    assert one.costs.draft_cost.predict(1, 3, 3) == other.costs.draft_cost.predict(1, 3, 3)
+    assert one.survival.estimate_survival([0], 5) == other.survival.estimate_survival([0], 5)
+    assert one.unread.count([0], one.step) == other.unread.count([0], other.step)
+
+
+def test_at_most_a_few_steps_wait() -> None:
+    observer = start()
+    before = observer.credit.seconds
+    for _ in range(MAX_WAITING - 1):
+        record(observer, draft(1.2))
+        assert observer.credit.seconds == before
+    record(observer, draft(1.2))
+    assert observer.credit.seconds > before
+
+
+@pytest.mark.parametrize("case", ["long", "poor", "paused", "predicted"])
+def test_a_step_that_may_cost_much_or_is_needed_does_not_wait(case: str) -> None:
+    observer = start()
+    if case == "poor":
+        observer.credit.seconds = 1.0
+    observer.is_drafting = case != "paused"
+    before = observer.credit.seconds
+    record(observer, draft(20.0 if case == "long" else 1.2, confidences=(0.5,) * 3 if case == "predicted" else ()))
+    assert observer.credit.seconds != before
+
+
+def test_a_request_that_ended_leaves_nothing_behind() -> None:
+    """Its last reports may still wait."""
+    observer = start()
+    record(observer, draft(1.2))
+    observer.forget([0])
+    observer.settle()
+    assert observer.unread.count([0], observer.step) == (0, 1)
+    assert not observer.survival._accepted_rates._tally_by_slot
+
+
+def test_the_first_plain_steps_after_drafts_change_no_cost() -> None:
+    observer = start()
+    cost = observer.costs.curve.predict(1, 1, 1, 50)
+    for _ in range(NUM_TRANSITION_STEPS):
+        record(observer, PLAIN._replace(step_time=3.0))
+    assert observer.costs.curve.predict(1, 1, 1, 50) == cost
+    record(observer, PLAIN._replace(step_time=3.0))
+    assert observer.costs.curve.predict(1, 1, 1, 50) > cost
