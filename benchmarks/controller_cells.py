@@ -35,7 +35,7 @@ class RunSize:
 
 
 FULL = RunSize(3.0, "--prompts 96 --prompt-tokens 64 --max-tokens 96 --least 8 --waves 3 --rounds 21 --fixed 1,2,4,8")
-SHORT = RunSize(0.34, "--prompts 48 --prompt-tokens 64 --max-tokens 48 --least 8 --waves 2 --rounds 9 --fixed 1,2,4,8")
+SHORT = RunSize(0.25, "--prompts 48 --prompt-tokens 64 --max-tokens 48 --least 8 --waves 2 --rounds 9 --fixed 1,2,4,8")
 QUICK = RunSize(0.1, "--prompts 8 --prompt-tokens 16 --max-tokens 24 --least 2 --waves 1 --rounds 2 --fixed 2,4")
 MIN_OVER_PLAIN, MIN_OVER_BEST, FEW_STREAMS = 0.97, 0.95, 4
 
