@@ -2,9 +2,8 @@
 
 Every stream sends its next request when its last one has ended. In a round all modes answer the same requests, engines
 of this process in turns of SLICE_SECONDS. Ratios are taken within a round, so that a slow second of the machine affects
-all modes alike. A loop
-ends when a stream finds no request left, so all streams are busy while time counts. Requests that still run are then
-aborted, and their later tokens do not count.
+all modes alike. A loop ends when a stream finds no request left, so all streams are busy while time counts. Requests
+that still run are then aborted, and their later tokens do not count.
 """
 
 import gc

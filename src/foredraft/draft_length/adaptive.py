@@ -129,7 +129,7 @@ class AdaptiveLengthPolicy:
             and not self._plan.has_predictions
             and all(
                 nodes == min(nodes_by_slot.get(c.slot, 0), c.max_nodes)
-                for c, nodes in zip(candidates, granted, strict=False)
+                for c, nodes in zip(candidates, granted, strict=True)
             )
         )
 

@@ -50,7 +50,7 @@ class KindBudget:
             "guard"
             if self._is_paused
             else "measure"
-            if not self._observer.has_fixed and self._is_plain_due()
+            if not self._observer.has_fixed and self._take_plain_step()
             else "pays"
         )
         granted = [c.max_nodes if reason == "pays" else c.min_nodes for c in candidates]
@@ -66,7 +66,8 @@ class KindBudget:
         """Drop the state of these slots."""
         self._observer.forget(slots)
 
-    def _is_plain_due(self) -> bool:
+    def _take_plain_step(self) -> bool:
+        """Return whether the next step is plain, to measure plain decoding."""
         credit = self._observer.credit
         is_low = credit.seconds < MAX_RESUME_CREDIT * credit.plain_step_cost
         interval = SHORT_PLAIN_INTERVAL if is_low else PLAIN_STEP_INTERVAL

@@ -165,7 +165,7 @@ class StepObserver:
     def _can_wait(self, report: StepReport, longest: int) -> bool:
         """Return whether no decision depends on the newest report at once, and the time credit covers all that wait.
 
-        Predictions of the drafter do not wait: they tell at once that a request has become easier.
+        Predictions of the drafter do not wait: they show at once that a request has become easier.
         """
         if not longest or not self.is_drafting or self.is_warming_up or len(self._waiting) == MAX_WAITING:
             return False

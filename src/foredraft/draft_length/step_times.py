@@ -1,4 +1,4 @@
-"""Times of finished steps: what they tell about costs, and what drafting has saved.
+"""Times of finished steps: costs of steps, and the time that drafting has saved.
 
 Pure: no clock. All times are in seconds.
 """
