@@ -112,26 +112,16 @@ class AdaptiveLengthPolicy:
             reason, nodes=sum(granted), longest=max(granted, default=0), plain_rate=plan.plain_rate / slowdown,
             rate=plan.rate / slowdown, acceptance=plan.acceptance,
         ))  # fmt: skip
+        self._held.release()
         if self._can_hold(reason, granted, candidates):
             self._held.hold(num_pass_tokens, candidates, granted)
-        else:
-            self._held.release()
         return granted
 
     def _can_hold(self, reason: DecisionReason, granted: Sequence[int], candidates: Candidates) -> bool:
         """Return whether the next steps may repeat this one: it drafts what the plan says, and the credit is ample."""
-        nodes_by_slot = self._plan.plan.nodes_by_slot
-        return (
-            reason == "pays"
-            and not self._probes.slots
-            and not self.observer.has_fixed
-            and self.observer.credit.is_ample
-            and not self._plan.has_predictions
-            and all(
-                nodes == min(nodes_by_slot.get(c.slot, 0), c.max_nodes)
-                for c, nodes in zip(candidates, granted, strict=True)
-            )
-        )
+        if reason != "pays" or self._probes.slots or self.observer.has_fixed or self._plan.has_predictions:
+            return False
+        return self.observer.credit.is_ample and list(granted) == self._plan.list_nodes(candidates)
 
     def record_decision(self, decision: LengthDecision) -> None:
         """Set the last decision and count its reason."""

@@ -50,6 +50,10 @@ class CurrentPlan:
         """Whether the drafter predicts the acceptance of its tokens, which may end the plan early."""
         return bool(self._levels)
 
+    def list_nodes(self, candidates: Candidates) -> list[int]:
+        """List the nodes of the plan for these requests, within their limits."""
+        return [min(self.plan.nodes_by_slot.get(c.slot, 0), c.max_nodes) for c in candidates]
+
     def covers(self, kinds: Set[int]) -> bool:
         """Return whether the plan was computed with all of these kinds of requests."""
         return self._kinds >= kinds

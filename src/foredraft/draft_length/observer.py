@@ -9,7 +9,6 @@ from typing import NamedTuple
 from foredraft.draft_length.acceptance import SurvivalEstimator
 from foredraft.draft_length.costs import CostCurve, DraftCost
 from foredraft.draft_length.credit import TimeCredit
-from foredraft.draft_length.plain_run import NUM_TRANSITION_STEPS
 from foredraft.draft_length.policy import DraftCandidate, StepReport
 from foredraft.draft_length.step_costs import StepCosts
 from foredraft.draft_length.step_times import StepTimes, TimedStep
@@ -41,7 +40,6 @@ class FinishedStep(NamedTuple):
     step: int
     has_fixed: bool
     num_steps: int  # steps since the last report that was evaluated
-    is_transition: bool  # a plain step soon after drafts, or one of the first steps
 
 
 class StepObserver:
@@ -75,7 +73,6 @@ class StepObserver:
         self.num_others = 0
         self._current = CurrentStep()
         self._num_unobserved = 0  # steps since the last report that was evaluated
-        self._num_plain = 0  # plain steps since the last draft
         self._waiting: list[FinishedStep] = []
 
     @property
@@ -138,10 +135,7 @@ class StepObserver:
         longest = max([o.granted_nodes for o in outcomes], default=0)
         if not longest and self._skip():
             return
-        num_steps = self._num_unobserved + 1
-        self._num_plain = 0 if longest else self._num_plain + num_steps
-        is_transition = 0 < self._num_plain <= NUM_TRANSITION_STEPS
-        self._waiting.append(FinishedStep(report, longest, self.step, self.has_fixed, num_steps, is_transition))
+        self._waiting.append(FinishedStep(report, longest, self.step, self.has_fixed, self._num_unobserved + 1))
         if not self._can_wait(report, longest):
             self.settle()
         self._num_unobserved = 0
@@ -176,11 +170,11 @@ class StepObserver:
 
     def _evaluate(self, finished: FinishedStep) -> None:
         """Update costs, time credit, survival and unread tokens."""
-        report, longest, step, has_fixed, num_steps, is_transition = finished
+        report, longest, step, has_fixed, num_steps = finished
         slots = [o.slot for o in report.outcomes if o.granted_nodes > 0]  # requests that were granted a draft
         nodes = sum([o.num_drafted for o in report.outcomes])
         unread, newcomers = self.unread.count(slots, step)
-        self._times.record(TimedStep(report, longest, nodes, unread, newcomers, has_fixed, is_transition))
+        self._times.record(TimedStep(report, longest, nodes, unread, newcomers, has_fixed, num_steps))
         survival = self.survival
         for o in report.outcomes:
             if o.granted_nodes > 0:

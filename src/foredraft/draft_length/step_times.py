@@ -6,6 +6,7 @@ Pure: no clock. All times are in seconds.
 from typing import NamedTuple
 
 from foredraft.draft_length.credit import TimeCredit
+from foredraft.draft_length.plain_run import NUM_TRANSITION_STEPS
 from foredraft.draft_length.policy import StepReport
 from foredraft.draft_length.step_costs import StepCosts
 
@@ -19,7 +20,7 @@ class TimedStep(NamedTuple):
     unread: int  # tokens that the drafter read before it drafted
     newcomers: int  # requests that drafted for the first time
     has_fixed: bool  # drafts of fixed or least length
-    is_transition: bool = False  # its time is not that of plain decoding, so it says nothing about costs
+    num_steps: int = 1  # steps since the last one that was recorded
 
 
 class StepTimes:
@@ -35,11 +36,13 @@ class StepTimes:
     def __init__(self, costs: StepCosts) -> None:
         self.costs = costs
         self.credit = TimeCredit()
+        self._num_plain = 0  # plain steps since the last draft
 
     def record(self, step: TimedStep) -> None:
-        """Add a step to costs and credit."""
+        """Add a step to costs and credit. A plain step soon after drafts, or one of the first, changes no cost."""
+        self._num_plain = 0 if step.longest else self._num_plain + step.num_steps
         seconds = step.report.step_time
-        if not step.is_transition:
+        if step.longest or self._num_plain > NUM_TRANSITION_STEPS:
             seconds = self.costs.record(step.report, step.longest, step.nodes, step.unread, step.newcomers)
         if step.report.outcomes:
             self._update_credit(step, seconds)
