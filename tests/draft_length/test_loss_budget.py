@@ -5,7 +5,6 @@ import pytest
 from foredraft.draft_length.adaptive import AdaptiveLengthPolicy
 from foredraft.draft_length.costs import CostCurve
 from foredraft.draft_length.loss_budget import LossBudgetPolicy
-from foredraft.draft_length.plain_run import RUN_STEPS
 from foredraft.draft_length.policy import DraftCandidate
 from tests.support import tiny_models
 from tests.support.simulated_engine import CURVES, ConstantLength, SimulatedEngine, linear, run
@@ -60,8 +59,8 @@ def rising(rows: int) -> float:
 def test_a_plain_step_now_and_then_says_what_plain_decoding_costs() -> None:
     world = SimulatedEngine(draft=0.02, accept=lambda step, request: 0.9)
     lengths = make_policy(world)
-    budgets = run(world, lengths, 3000).budgets
-    assert budgets.count(0) in (2 * RUN_STEPS, 3 * RUN_STEPS)
+    budgets = run(world, lengths, 1000).budgets
+    assert 2 <= budgets.count(0) <= 4
     assert lengths.counts["measure"] == budgets.count(0)
 
 

@@ -5,12 +5,11 @@ from collections.abc import Sequence
 
 from foredraft.draft_length.costs import CostCurve
 from foredraft.draft_length.observer import StepObserver
-from foredraft.draft_length.plain_run import PlainRun
 from foredraft.draft_length.policy import DecisionReason, DraftCandidate, LengthDecision, StepReport
 
-PLAIN_STEP_INTERVAL = 1024  # steps with drafts between two runs of plain steps, which measure plain decoding
+PLAIN_STEP_INTERVAL = 256  # steps with drafts between two plain steps, which measure the cost of plain decoding
 # the same, while the credit may soon pause drafting: a cost that is extrapolated from drafts alone can be far off
-SHORT_PLAIN_INTERVAL = 32
+SHORT_PLAIN_INTERVAL = 8
 MAX_INITIAL_LOSS_STEPS = 12.0  # time, in plain steps, that may be lost before drafting is paused for the first time
 MIN_RESUME_CREDIT = 2.0  # time credit, in plain steps, that ends the first pause
 MAX_RESUME_CREDIT = 8.0  # upper limit in plain steps: the credit that ends a pause doubles with every further pause
@@ -28,10 +27,10 @@ class KindBudget:
     """
 
     def __init__(self, curve: CostCurve | None = None) -> None:
-        self._observer = StepObserver(curve, None)
+        # Every plain step counts, the first ones too: without a plan nothing else limits what is lost at the start.
+        self._observer = StepObserver(curve, None, num_transition_steps=0)
         self._observer.end_warmup()  # there is no plan, so no costs have to be measured first
         self._is_paused, self._resume_credit = False, 0.0
-        self._plain_run = PlainRun()
         self.decision = LengthDecision("start")
         self.counts: Counter[DecisionReason] = Counter()
 
@@ -50,7 +49,7 @@ class KindBudget:
             "guard"
             if self._is_paused
             else "measure"
-            if not self._observer.has_fixed and self._take_plain_step()
+            if self._is_plain_due() and not self._observer.has_fixed
             else "pays"
         )
         granted = [c.max_nodes if reason == "pays" else c.min_nodes for c in candidates]
@@ -66,12 +65,10 @@ class KindBudget:
         """Drop the state of these slots."""
         self._observer.forget(slots)
 
-    def _take_plain_step(self) -> bool:
-        """Return whether the next step is plain, to measure plain decoding."""
+    def _is_plain_due(self) -> bool:
         credit = self._observer.credit
         is_low = credit.seconds < MAX_RESUME_CREDIT * credit.plain_step_cost
-        interval = SHORT_PLAIN_INTERVAL if is_low else PLAIN_STEP_INTERVAL
-        return self._plain_run.take_step(self._observer.steps_since_plain, interval)
+        return self._observer.steps_since_plain >= (SHORT_PLAIN_INTERVAL if is_low else PLAIN_STEP_INTERVAL)
 
     def _update_pause(self) -> None:
         """Pause drafting if the time credit is used up, and resume if it has grown to the resume credit."""

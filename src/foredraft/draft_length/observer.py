@@ -9,6 +9,7 @@ from typing import NamedTuple
 from foredraft.draft_length.acceptance import SurvivalEstimator
 from foredraft.draft_length.costs import CostCurve, DraftCost
 from foredraft.draft_length.credit import TimeCredit
+from foredraft.draft_length.plain_run import NUM_TRANSITION_STEPS
 from foredraft.draft_length.policy import DraftCandidate, StepReport
 from foredraft.draft_length.step_costs import StepCosts
 from foredraft.draft_length.step_times import StepTimes, TimedStep
@@ -51,6 +52,7 @@ class StepObserver:
     Args:
         curve: time of a forward pass of the target by its number of tokens; None = learned from steps.
         draft_cost: time of a draft; None = learned from steps.
+        num_transition_steps: plain steps after drafts whose times change no cost.
 
     Attributes:
         step: number of finished steps.
@@ -61,8 +63,14 @@ class StepObserver:
             whose report was evaluated. A plan includes them as requests without drafts.
     """
 
-    def __init__(self, curve: CostCurve | None, draft_cost: DraftCost | None) -> None:
-        self._times = StepTimes(StepCosts(curve or CostCurve(), draft_cost or DraftCost()))
+    def __init__(
+        self,
+        curve: CostCurve | None,
+        draft_cost: DraftCost | None,
+        num_transition_steps: int = NUM_TRANSITION_STEPS,
+    ) -> None:
+        costs = StepCosts(curve or CostCurve(), draft_cost or DraftCost())
+        self._times = StepTimes(costs, num_transition_steps)
         self.survival = SurvivalEstimator()
         self.unread = UnreadCounter()
         self.step = 0

@@ -28,13 +28,15 @@ class StepTimes:
 
     Args:
         costs: costs of steps.
+        num_transition_steps: plain steps after drafts, or at the start, whose times change no cost.
 
     Attributes:
         credit: time that drafting has saved and may lose again.
     """
 
-    def __init__(self, costs: StepCosts) -> None:
+    def __init__(self, costs: StepCosts, num_transition_steps: int = NUM_TRANSITION_STEPS) -> None:
         self.costs = costs
+        self._num_transition_steps = num_transition_steps
         self.credit = TimeCredit()
         self._num_plain = 0  # plain steps since the last draft
 
@@ -42,7 +44,7 @@ class StepTimes:
         """Add a step to costs and credit. A plain step soon after drafts, or one of the first, changes no cost."""
         self._num_plain = 0 if step.longest else self._num_plain + step.num_steps
         seconds = step.report.step_time
-        if step.longest or self._num_plain > NUM_TRANSITION_STEPS:
+        if step.longest or self._num_plain > self._num_transition_steps:
             seconds = self.costs.record(step.report, step.longest, step.nodes, step.unread, step.newcomers)
         if step.report.outcomes:
             self._update_credit(step, seconds)
