@@ -60,6 +60,7 @@ class KindBudget:
     def record_step(self, report: StepReport) -> None:
         """Update cost, survival and time credit from a finished step."""
         self._observer.record_step(report)
+        self._observer.settle()  # every decision reads the credit
 
     def forget(self, slots: Sequence[int]) -> None:
         """Drop the state of these slots."""
