@@ -341,14 +341,17 @@ def test_the_plan_adds_nodes_to_the_least_length_if_they_pay():
 @pytest.mark.parametrize("load", [1, 3, 9, 20])
 def test_the_chosen_length_sits_at_the_end_of_a_stair(load):
     """A pass costs what its graph costs, so the rows up to the next bucket are free and the first beyond it is dear."""
-    world = SimulatedEngine(graphs, draft_row=0.001, accept=constant(0.8), load=lambda step: load)
-    lengths = AdaptiveLengthPolicy(CostCurve(world.points(GRAPH_BUCKETS), GRAPH_BUCKETS))
-    totals = run(world, lengths, 1500)
-    ends = [budget + load in GRAPH_BUCKETS for budget, reason in zip(totals.budgets, totals.reasons, strict=True)
-            if reason == "pays"]  # fmt: skip
-    assert len(ends) > 1000
-    assert sum(ends) > 0.9 * len(ends), "all but the lengthened and shortened drafts, and a plan or two"
-    assert totals.speed >= BEST * find_best_fixed(world, 800)[1]
+    shares = []
+    for seed in range(5):
+        world = SimulatedEngine(graphs, draft_row=0.001, accept=constant(0.8), load=lambda step: load, seed=seed)
+        lengths = AdaptiveLengthPolicy(CostCurve(world.points(GRAPH_BUCKETS), GRAPH_BUCKETS))
+        totals = run(world, lengths, 1500)
+        ends = [budget + load in GRAPH_BUCKETS for budget, reason in zip(totals.budgets, totals.reasons, strict=True)
+                if reason == "pays"]  # fmt: skip
+        assert len(ends) > 1000
+        shares.append(sum(ends) / len(ends))
+        assert totals.speed >= BEST * find_best_fixed(world, 800)[1]
+    assert sum(shares) > 0.92 * len(shares), "all but the lengthened and shortened drafts"
 
 
 def test_no_draft_leaves_the_last_graph():

@@ -3,12 +3,7 @@
 from collections.abc import Sequence, Set
 from dataclasses import replace
 
-from foredraft.draft_length.intervals import (
-    PAUSED_LIFETIME,
-    RESTING_LIFETIME,
-    RESUMPTION_INTERVAL,
-    get_plan_lifetime,
-)
+from foredraft.draft_length.intervals import RESUMPTION_INTERVAL, get_paused_lifetime, get_plan_lifetime
 from foredraft.draft_length.observer import StepObserver
 from foredraft.draft_length.planner import LengthPlan, StepShape
 from foredraft.draft_length.policy import DraftCandidate
@@ -38,7 +33,7 @@ class CurrentPlan:
     @property
     def can_be_kept(self) -> bool:
         """Whether no new plan is due in the next step while drafting is paused."""
-        return self._age + 1 < (RESTING_LIFETIME if self._observer.is_resting else PAUSED_LIFETIME)
+        return self._age + 1 < get_paused_lifetime(self._observer.is_resting)
 
     @property
     def is_resumption_due(self) -> bool:
@@ -102,14 +97,13 @@ class CurrentPlan:
         """Return whether the plan may still be used for the batch `key` with these adjustable requests."""
         if self._observer.is_warming_up or self._key is None:
             return False
-        if self._observer.is_resting:
-            return self._age < RESTING_LIFETIME
+        if not self._observer.is_drafting:
+            return self._age < get_paused_lifetime(self._observer.is_resting)
         nodes_by_slot = self.plan.nodes_by_slot
         is_covered = all(c.slot in nodes_by_slot for c in adjustable)
         has_similar = bool(nodes_by_slot) and self.covers({c.kind for c in adjustable})  # newcomers get their length
         return self._age < get_plan_lifetime(
             len(adjustable),
-            is_paused=not self._observer.is_drafting,
             is_same_batch=has_same_estimates and key == self._key,
             is_comparable=has_same_estimates and (is_covered or has_similar),
         )

@@ -4,8 +4,7 @@ LARGE_BATCH = 16  # number of requests from which a batch is large
 # Lifetime of a plan: steps until a new one is computed. It limits the time that the policy itself takes.
 SMALL_BATCH_LIFETIME = 16
 LARGE_BATCH_LIFETIME = 32
-CHANGED_BATCH_LIFETIME = 8  # of a large batch that has changed since the plan was computed
-CHANGED_SMALL_LIFETIME = 8  # of a small batch that has changed
+CHANGED_BATCH_LIFETIME = 8  # of a batch that has changed since the plan was computed
 PAUSED_LIFETIME = 32  # while drafting is paused: of any batch, changed or not, without a new kind of request or a probe
 RESTING_LIFETIME = 128  # the same, once it has been paused for a while
 RESUMPTION_INTERVAL = 8  # while drafting is paused though a plan pays: steps between two looks at the time credit
@@ -16,23 +15,24 @@ MIN_PLAIN_INTERVAL = 64
 MAX_PLAIN_INTERVAL = 1024
 
 
-def get_plan_lifetime(num_requests: int, is_paused: bool, is_same_batch: bool, is_comparable: bool) -> int:
-    """Return the lifetime of a plan in steps; 0 = a new plan is computed at once.
+def get_plan_lifetime(num_requests: int, is_same_batch: bool, is_comparable: bool) -> int:
+    """Return the lifetime of a plan in steps while requests draft; 0 = a new plan is computed at once.
 
     Args:
         num_requests: adjustable requests of the batch.
-        is_paused: drafting is paused. The plan then only has to show whether drafting would pay.
         is_same_batch: the batch is the one that the plan was computed for.
         is_comparable: the plan has nodes for requests like those of the batch.
     """
-    if is_paused:
-        return PAUSED_LIFETIME
+    is_large = num_requests >= LARGE_BATCH
+    if is_same_batch:
+        return LARGE_BATCH_LIFETIME if is_large else SMALL_BATCH_LIFETIME
     # A large batch changes often, so its plan is kept through changes.
-    if num_requests >= LARGE_BATCH:
-        return LARGE_BATCH_LIFETIME if is_same_batch else CHANGED_BATCH_LIFETIME
-    if not is_comparable:
-        return 0
-    return SMALL_BATCH_LIFETIME if is_same_batch else CHANGED_SMALL_LIFETIME
+    return CHANGED_BATCH_LIFETIME if is_comparable or is_large else 0
+
+
+def get_paused_lifetime(is_resting: bool) -> int:
+    """Return the lifetime of a plan in steps while drafting is paused. It only shows whether drafting would pay."""
+    return RESTING_LIFETIME if is_resting else PAUSED_LIFETIME
 
 
 def compute_plain_interval(gain: float, confidence: float = 1.0) -> float:
