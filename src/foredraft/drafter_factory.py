@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from foredraft import zoo
-from foredraft.drafters.aggressive.predicted_outputs import PredictedOutputDrafter
+from foredraft.drafters.aggressive.predicted_outputs import PredictedOutputDrafter, has_prediction
 from foredraft.drafters.creation import create_drafter
 from foredraft.drafters.ensemble.fallback import FallbackDrafter
 from foredraft.drafters.interface import Drafter
@@ -66,7 +66,8 @@ class DrafterFactory:
         """
         sandbox = partial(_wrap_in_sandbox, self.target.vocab_size, self.target.num_layers)
         main = None if drafter is None else sandbox(drafter, name)
-        return FallbackDrafter(sandbox(PredictedOutputDrafter(MAX_PREDICTION_TOKENS), "prediction"), main)
+        predicted = sandbox(PredictedOutputDrafter(MAX_PREDICTION_TOKENS), "prediction")
+        return FallbackDrafter(predicted, main, has_prediction)
 
     def _build_context(self, method: Method, parsed: MethodSpec, num_tokens: int) -> DrafterContext:
         if num_tokens < 1:

@@ -36,6 +36,7 @@ class Request:
     status: RequestStatus = RequestStatus.NEW
     arrival_index: int = -1  # order of arrival
     last_step: int = -1  # order of the last step in which the request ran
+    lacks_states: bool = False  # the drafter was not given hidden states of it that a draft needs
     num_cached_tokens: int | None = None  # prompt tokens hit in the prefix cache at the first run; None = has not run
 
     @property

@@ -250,6 +250,49 @@ def test_a_drafter_that_never_pays_comes_to_rest_and_a_probe_does_not_end_it():
     assert "probe" in totals.reasons[-1000:]
 
 
+@pytest.mark.parametrize("follow", [0.01, 0.03])
+def test_a_drafter_that_is_costly_to_observe_is_observed_for_probes_alone(follow):
+    """Observing costs 4 or 12 % of a plain step, and drafts never pay. The bound is that of no drafter."""
+    world = SimulatedEngine(
+        bend, draft=0.5, load=lambda step: 4, life=40, accept=constant(0.2), follow=follow, misses=True
+    )
+    lengths, totals = simulate(world, 6000)
+    assert totals.bare / totals.seconds >= PLAIN
+    assert sum(totals.observed[2000:]) < 0.25 * 4000
+    assert "probe" in totals.reasons[2000:]
+    assert not all(lengths.needs_observation for _ in range(1)) or lengths._probes.is_due(lengths.observer.step)
+
+
+def test_a_drafter_that_is_cheap_to_observe_is_always_observed():
+    world = SimulatedEngine(
+        bend, draft=0.5, load=lambda step: 4, life=40, accept=constant(0.2), follow=0.001, misses=True
+    )
+    _, totals = simulate(world, 2000)
+    assert all(totals.observed)
+
+
+def test_drafts_that_begin_to_pay_are_found_though_most_requests_were_not_observed():
+    """From step 3,000 on the text is easy. Requests that start from the next probe on draft."""
+    world = SimulatedEngine(
+        bend, draft=0.05, load=lambda step: 4, life=60, follow=0.01, misses=True,
+        accept=lambda step, request: 0.9 if step >= 3000 else 0.05,
+    )  # fmt: skip
+    _, totals = simulate(world, 6000)
+    assert not all(totals.observed[1000:3000])
+    assert all(totals.observed[-1500:])
+    assert sum(budget > 0 for budget in totals.budgets[-1500:]) > 1200
+
+
+def test_a_request_that_is_not_ready_is_granted_nothing():
+    lengths, _ = simulate(SimulatedEngine(accept=constant(0.9), load=lambda step: 2), 300)
+    lengths._held.release()
+    lengths.observer.steps_since_plain = 0  # no run of plain steps is due
+    candidates = [DraftCandidate(0, 8), DraftCandidate(1, 8, is_ready=False)]
+    granted = [lengths.allocate(candidates, 2) for _ in range(20)]
+    assert all(row[1] == 0 for row in granted)
+    assert any(row[0] > 0 for row in granted)
+
+
 def test_drafts_that_pay_never_let_it_rest():
     lengths, _ = simulate(SimulatedEngine(accept=constant(0.8)), 300)
     assert not lengths.is_resting

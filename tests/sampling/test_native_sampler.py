@@ -103,7 +103,7 @@ def test_a_row_without_a_distribution_has_no_token_and_harms_no_other(library, b
     invalid = [i for i, token in enumerate(tokens) if token == NO_TOKEN]
     assert invalid == p[:, 0].isnan().nonzero().flatten().tolist() == [2, 5, 9]
     for row in invalid:
-        assert NativeSampler(library).compute_masses(x, row, all_settings[row]) is None
+        assert NativeSampler(library).compute_masses(x, [row], [all_settings[row]]) == [None]
 
 
 logits = st.floats(-30, 30, width=32) | st.sampled_from([-math.inf, 0.0, -0.0, 1.0, 1.0, 2.0])

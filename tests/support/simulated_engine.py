@@ -60,7 +60,8 @@ class SimulatedEngine:
     lookup: float = 0.001  # of a draft, whatever comes of it
     reading: float = 0.0  # of a token that the drafter has not read
     prompt: int = 200
-    follow: float = 0.0  # of a request in a step without drafts
+    follow: float = 0.0  # of a request in a step in which the drafter observes
+    misses: bool = False  # a request that the drafter did not observe in some step drafts no more
     accept: Callable[[int, int], float] = lambda step, request: 0.7  # of a node that was reached
     proposes: float = 1.0  # chance that there is a draft at all
     load: Callable[[int], int] = lambda step: 1
@@ -84,6 +85,8 @@ class SimulatedEngine:
 class SimulationTotals:
     seconds: float = 0.0
     plain: float = 0.0  # that plain decoding takes for the same tokens on the same machine in the same moments
+    bare: float = 0.0  # the same for plain decoding without a drafter
+    observed: list[bool] = field(default_factory=list)  # by step
     tokens: int = 0
     nodes: dict[int, int] = field(default_factory=dict)  # by request
     budgets: list[int] = field(default_factory=list)  # of all requests together, by step
@@ -117,6 +120,7 @@ class SimulatedRequest:
     slot: int
     left: int
     unread: int
+    is_ready: bool = True
 
 
 def run(world: SimulatedEngine, lengths: DraftLengthPolicy, steps: int = 3000) -> SimulationTotals:
@@ -149,7 +153,9 @@ def _step(
 ) -> None:
     count, foresight = len(running), random.Random(f"{world.seed} {step}")
     asks = [
-        DraftCandidate(r.slot, min(world.most, r.left - 1), min(world.least, r.left - 1), world.kind(r.number))
+        DraftCandidate(
+            r.slot, min(world.most, r.left - 1), min(world.least, r.left - 1), world.kind(r.number), r.is_ready
+        )
         for r in running
         if r.left > 1
     ]
@@ -158,7 +164,7 @@ def _step(
     outcomes, read = [], 0
     for r in running:
         budget = budgets.get(r.slot, 0)
-        drafted = budget if budget and chance.random() < world.proposes else 0
+        drafted = budget if budget and r.is_ready and chance.random() < world.proposes else 0
         kept = _accept_nodes(world, step, r.number, drafted, chance)
         predicted: tuple[float, ...] = ()
         if world.predict is not None:
@@ -175,17 +181,23 @@ def _step(
     pace = world.swing(step) * max(0.5, chance.gauss(1.0, world.noise))
     pace *= 10.0 if chance.random() < world.outliers else 1.0
     other = max(0.5, chance.gauss(1.0, world.noise))
-    draft = world.follow * count + world.reading * read
+    is_observed = not world.misses or lengths.needs_observation
+    for r in running:
+        r.is_ready = r.is_ready and is_observed
+    totals.observed.append(is_observed)
+    draft = world.follow * count * is_observed + world.reading * read
     draft += world.lookup * any(budgets.values()) + depth * (world.draft + world.draft_row * drafting)
     plain = world.curve(count) + world.per_scored * count + world.per_request * count
     verify = world.curve(count + drafted) + world.per_scored * (count + drafted) + world.per_request * count
     seconds = pace * (verify + other * draft)
     totals.seconds += seconds
-    totals.plain += pace * (plain + world.follow * count) * sum(1 + len(o.accepted_nodes) for o in outcomes) / count
+    share = sum(1 + len(o.accepted_nodes) for o in outcomes) / count
+    totals.plain += pace * (plain + world.follow * count) * share
+    totals.bare += pace * plain * share
     totals.budgets.append(sum(granted))
     totals.reasons.append(getattr(getattr(lengths, "decision", None), "reason", ""))
     rows, context = count + drafted, 200 * (count + drafted)
-    report = StepReport(count, rows, rows, context, pace * other * draft, seconds, tuple(outcomes))
+    report = StepReport(count, rows, rows, context, pace * other * draft, seconds, tuple(outcomes), is_observed)
     lengths.record_step(report)
 
 

@@ -14,6 +14,7 @@ from foredraft.sampling.distribution import distribution
 from foredraft.sampling.params import Sampling
 from foredraft.sampling.token_sampler import NO_TOKEN
 from foredraft.tree import TokenTree
+from foredraft.verification import probs
 from foredraft.verification.noise import NoiseTable, SeededNoise
 from foredraft.verification.probs import DenseProbs, InvalidLogitsError, LazyTargetProbs, Probs
 from foredraft.verification.registry import RULES
@@ -95,10 +96,13 @@ def test_only_visited_nodes_get_a_distribution_and_a_history(rule, name):
         assert len(set(asked)) < tree.row_offsets[-1]
 
 
+@pytest.mark.parametrize("root_step", [0, 1, 3])
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_row_is_that_of_distribution(name):
+def test_a_row_is_that_of_distribution(name, root_step):
+    """Also if some rows are computed together."""
     _, logits, every, history = system(name)
-    lazy, p = LazyTargetProbs(logits, every, history.__getitem__), distribution(logits, every, history)
+    root_rows = range(0, len(logits), root_step) if root_step else ()
+    lazy, p = LazyTargetProbs(logits, every, history.__getitem__, root_rows), distribution(logits, every, history)
     for row in random.Random(0).sample(range(len(p)), len(p)):
         assert torch.equal(lazy.get_dense_row(row).nan_to_num(-1), p[row].nan_to_num(-1))
         if p[row].isnan().any():
@@ -113,12 +117,15 @@ def test_a_row_is_that_of_distribution(name):
         ]
 
 
+@pytest.mark.parametrize("num_roots", [0, 3, 6])
 @pytest.mark.parametrize("size", [5, 1000, 9001])
-def test_masses_computed_natively_are_those_of_the_row_of_probabilities(size):
+def test_masses_computed_natively_are_those_of_the_row_of_probabilities(size, num_roots, monkeypatch):
     """Guards two ways to one distribution that differ in a bit or in the ids that they keep."""
+    monkeypatch.setattr(probs, "MIN_ROWS_PER_CALL", 2)  # the roots take up to three calls
+    monkeypatch.setattr(probs, "MAX_MASSES_PER_CALL", 1)
     x = torch.randn(6, size, generator=torch.Generator().manual_seed(size)) * 2
     for sampling in (Sampling(), Sampling(top_p=0.9), Sampling(top_k=3), Sampling(typical_p=0.5), Sampling(min_p=1e-6)):
-        lazy, p = LazyTargetProbs(x, [sampling] * 6), distribution(x, sampling)
+        lazy, p = LazyTargetProbs(x, [sampling] * 6, None, range(num_roots)), distribution(x, sampling)
         for row in range(6):
             found, expected = lazy.get_probs(row), Probs.from_row(p[row])
             assert np.array_equal(found.mass, expected.mass)

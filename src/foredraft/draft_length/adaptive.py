@@ -29,6 +29,8 @@ from foredraft.draft_length.probes import PROBE_NODES
 GAIN_MARGIN = 0.01  # a predicted gain above this starts drafting; a gain below -GAIN_MARGIN pauses it
 MAX_PAYBACK_STEPS = 100  # drafting resumes only if the gain of this many steps repays the time to catch up
 MAX_WARMUP_REQUESTS = 2  # requests that draft during warm-up
+MIN_READY_SHARE = 0.75  # of the requests: drafting resumes only if this many can draft
+MAX_OBSERVING_SHARE = 0.01  # of a plain step: a drafter at rest that takes more to observe it does so for probes alone
 LONG_DRAFT_INTERVAL = 32  # one in this many steps has drafts 1.5 times as long as planned, to measure longer ones
 
 
@@ -77,6 +79,13 @@ class AdaptiveLengthPolicy:
         """Whether drafting has been paused for a while; probes do not end it."""
         return self.observer.is_resting
 
+    @property
+    def needs_observation(self) -> bool:
+        """Whether the drafter observes the current step. At rest it observes for probes, if observing takes long."""
+        if not self.is_resting or self.observer.credit.observing_share <= MAX_OBSERVING_SHARE:
+            return True
+        return self._plan.plan.speedup > 1.0 + GAIN_MARGIN or self._probes.is_due(self.observer.step)
+
     def allocate(self, candidates: Candidates, num_pass_tokens: int, attended_tokens: int = 0) -> list[int]:
         """Grant draft nodes for the next step; arguments as in `DraftLengthPolicy.allocate`."""
         observer = self.observer
@@ -95,6 +104,8 @@ class AdaptiveLengthPolicy:
             self._plan.expire()
         # A fixed length is granted as it is. The policy decides only about the other candidates, the adjustable ones.
         adjustable = [c for c in candidates if c.min_nodes < c.max_nodes]
+        if observer.is_drafting:  # during a pause, a plan shows whether drafting would pay once all are ready
+            adjustable = [c for c in adjustable if c.is_ready] or adjustable
         nodes_by_slot = {c.slot: c.min_nodes for c in candidates if c.min_nodes}
         observer.begin_step(len(candidates), bool(nodes_by_slot))
         reason: DecisionReason = "fixed"
@@ -167,11 +178,12 @@ class AdaptiveLengthPolicy:
         else:
             reason = "does not pay"
         least = {c.slot: c.min_nodes for c in adjustable if c.min_nodes}
-        granted = plan.nodes_by_slot if is_drafting else least
+        granted = _select_ready(plan.nodes_by_slot, adjustable) if is_drafting else least
         # The time of a plain step that is not well known would make drafts seem to save more, or less, than they do.
         confidence = self.curve.get_confidence(len(adjustable) + observer.num_others)
         interval = compute_plain_interval(plan.speedup - 1.0, confidence)
-        if is_drafting and not observer.has_fixed and self._plain_run.take_step(observer.steps_since_plain, interval):
+        can_measure = is_drafting and not observer.has_fixed
+        if can_measure and self._plain_run.take_step(len(adjustable), observer.steps_since_plain, interval):
             return "measure", {}
         if is_drafting and observer.step % LONG_DRAFT_INTERVAL == 0:  # half as long again, rounded up
             granted = {slot: nodes + (nodes + 1) // 2 for slot, nodes in granted.items()}
@@ -184,21 +196,7 @@ class AdaptiveLengthPolicy:
         if probed:
             granted = granted | {slot: max(PROBE_NODES, granted.get(slot, 0)) for slot in probed}
             reason = reason if is_drafting else "probe"
-        return reason, self._limit_to_credit(granted, num_pass_tokens) if is_drafting else granted
-
-    def _limit_to_credit(self, granted: dict[int, int], num_pass_tokens: int) -> dict[int, int]:
-        """Halve the drafts until the time credit covers their cost: the time that is lost if every node is rejected.
-
-        Otherwise a few rejected long drafts could use up the credit, and prevent the short drafts that would pay.
-        """
-        credit, costs = self.observer.credit, self.observer.costs
-        if credit.is_ample:
-            return granted
-        while granted and credit.available < costs.estimate_draft(
-            max(granted.values()), sum(granted.values()), num_pass_tokens
-        ):
-            granted = {slot: nodes // 2 for slot, nodes in granted.items() if nodes > 1}
-        return granted
+        return reason, _limit_to_credit(granted, observer, num_pass_tokens) if is_drafting else granted
 
     def _update_mode(self, plan: LengthPlan, adjustable: Candidates) -> None:
         """Resume drafting if it pays; pause it if it does not pay or the credit is used up.
@@ -213,7 +211,7 @@ class AdaptiveLengthPolicy:
                 observer.survival.discount_evidence()
             if not observer.is_drafting:
                 schedule.postpone(observer.step)
-        elif plan.speedup > 1.0 + GAIN_MARGIN and credit.seconds > credit.plain_step_cost:
+        elif plan.speedup > 1.0 + GAIN_MARGIN and credit.seconds > credit.plain_step_cost and _are_ready(adjustable):
             catch_up = observer.estimate_catch_up([c.slot for c in adjustable if plan.nodes_by_slot.get(c.slot)])
             if catch_up <= MAX_PAYBACK_STEPS * (plan.speedup - 1.0) * credit.plain_step_cost:
                 observer.is_drafting = True
@@ -230,3 +228,31 @@ class AdaptiveLengthPolicy:
         self._probes.forget(slots)
         self._plan.forget(slots)
         self._held.release()
+
+
+def _are_ready(adjustable: Candidates) -> bool:
+    """Return whether the drafter would propose something for most of these requests."""
+    return sum([c.is_ready for c in adjustable]) >= MIN_READY_SHARE * len(adjustable)
+
+
+def _select_ready(nodes_by_slot: dict[int, int], adjustable: Candidates) -> dict[int, int]:
+    """Return the nodes of requests for which the drafter would propose something."""
+    ready = {c.slot for c in adjustable if c.is_ready}
+    if ready == nodes_by_slot.keys():
+        return nodes_by_slot
+    return {slot: nodes for slot, nodes in nodes_by_slot.items() if slot in ready}
+
+
+def _limit_to_credit(granted: dict[int, int], observer: StepObserver, num_pass_tokens: int) -> dict[int, int]:
+    """Halve the drafts until the time credit covers their cost: the time that is lost if every node is rejected.
+
+    Otherwise a few rejected long drafts could use up the credit, and prevent the short drafts that would pay.
+    """
+    credit, costs = observer.credit, observer.costs
+    if credit.is_ample:
+        return granted
+    while granted and credit.available < costs.estimate_draft(
+        max(granted.values()), sum(granted.values()), num_pass_tokens
+    ):
+        granted = {slot: nodes // 2 for slot, nodes in granted.items() if nodes > 1}
+    return granted

@@ -32,11 +32,13 @@ class TimeCredit:
     Attributes:
         seconds: the credit; negative if drafting has lost more than the credit held.
         plain_step_cost: predicted seconds of a plain step; 0 = no step was recorded yet.
+        observing_share: time that the drafter takes to observe a plain step, as a share of the rest of the step.
     """
 
     def __init__(self) -> None:
         self.seconds = 0.0
         self.plain_step_cost = 0.0
+        self.observing_share = 0.0
         self._allowance = LOSS_ALLOWANCE
         self._floor = 0.0  # the credit is used up below this: minus the seconds of the loan; 0 = no loan
         self._max_step_cost = 0.0  # seconds of the costliest recent step with drafts
@@ -81,8 +83,8 @@ class TimeCredit:
             observing: predicted seconds that the drafter takes in a plain step; the other costs include them.
         """
         if observing:
-            share = observing / max(plain_step_cost - observing, observing)
-            self._allowance = min(max(MAX_SHARED_LOSS - share, MIN_LOSS_ALLOWANCE), LOSS_ALLOWANCE)
+            self.observing_share = observing / max(plain_step_cost - observing, observing)
+            self._allowance = min(max(MAX_SHARED_LOSS - self.observing_share, MIN_LOSS_ALLOWANCE), LOSS_ALLOWANCE)
         if not self.plain_step_cost:  # the first step
             self.seconds = INITIAL_CREDIT_STEPS * plain_step_cost
         self.plain_step_cost = plain_step_cost

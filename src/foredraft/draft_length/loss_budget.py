@@ -40,6 +40,11 @@ class LossBudgetPolicy:
         """Whether drafting has been paused for a while."""
         return self._current.is_resting
 
+    @property
+    def needs_observation(self) -> bool:
+        """True: the members of an ensemble read every step."""
+        return True
+
     def allocate(
         self, candidates: Sequence[DraftCandidate], num_pass_tokens: int, attended_tokens: int = 0
     ) -> list[int]:

@@ -2,22 +2,38 @@
 
 The first plain steps after drafts are slower than plain decoding is, by up to a half on small models: caches hold what
 drafts need. Only the later steps of a run count.
+
+The first steps of an engine, and the first at another load, are slower too, and plain steps are measured before drafts.
+Drafts would seem to save more than they do. So the first run after such a change comes early and is longer.
 """
 
 NUM_TRANSITION_STEPS = 2  # plain steps after drafts whose times do not count
 RUN_STEPS = NUM_TRANSITION_STEPS + 2
+FIRST_RUN_STEPS = NUM_TRANSITION_STEPS + 6
+FIRST_INTERVAL = 24  # steps with drafts before the first run; the limit doubles with every run
 
 
 class PlainRun:
-    """Steps that are left of the current run."""
+    """Steps that are left of the current run, and the interval until the next."""
 
     def __init__(self) -> None:
         self._left = 0
+        self._max_interval = FIRST_INTERVAL
+        self._load = 0  # reference load, in requests whose draft length may change
 
-    def take_step(self, steps_since_plain: int, interval: float) -> bool:
-        """Return whether the next step belongs to a run; a run begins after an interval of steps with drafts."""
-        if not self._left and steps_since_plain >= interval:
-            self._left = RUN_STEPS
+    def take_step(self, load: int, steps_since_plain: int, interval: float) -> bool:
+        """Return whether the next step belongs to a run.
+
+        Args:
+            load: requests whose draft length may change.
+            steps_since_plain: steps with drafts since the last plain step.
+            interval: of them between two runs, for a load that is not new.
+        """
+        if not self._load / 2 <= load <= self._load * 2:
+            self._load, self._max_interval = load, FIRST_INTERVAL
+        if not self._left and steps_since_plain >= min(interval, self._max_interval):
+            self._left = FIRST_RUN_STEPS if self._max_interval == FIRST_INTERVAL else RUN_STEPS
+            self._max_interval *= 2
         if not self._left:
             return False
         self._left -= 1

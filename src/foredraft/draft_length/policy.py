@@ -31,6 +31,8 @@ class DraftCandidate(NamedTuple):
     min_nodes: int = 0  # lower limit on draft nodes, by operator or request; the policy must grant them
     kind: int = 0  # 0 = greedy, 1 = sampled; costs and acceptance are estimated separately by kind
 
+    is_ready: bool = True  # False: the drafter has missed hidden states of the request, so it would propose nothing
+
     @property
     def is_fixed(self) -> bool:
         """Whether the bounds leave the policy nothing to choose."""
@@ -59,6 +61,7 @@ class StepReport(NamedTuple):
     draft_time: float  # seconds in the drafter, catching up on unread tokens included
     step_time: float  # seconds of the whole step, drafting included
     outcomes: tuple[DraftOutcome, ...] = ()  # one for every request whose last committed token was scored
+    is_observed: bool = True  # False: the drafter was given no hidden states, which it needs (`needs_observation`)
 
 
 class LengthDecision(NamedTuple):
@@ -78,6 +81,14 @@ class DraftLengthPolicy(Protocol):
     @property
     def is_resting(self) -> bool:
         """Whether no request has drafted for a while, apart from probes, so that drafters need not prepare drafts."""
+
+    @property
+    def needs_observation(self) -> bool:
+        """Whether the step that was allocated last gives the drafter the hidden states that it reads.
+
+        False while drafting rests and no probe is due, if they take much of a step. A request that runs then may get
+        no draft later (`DrafterSpec.missed_states`).
+        """
 
     def allocate(
         self, candidates: Sequence[DraftCandidate], num_pass_tokens: int, attended_tokens: int = 0
@@ -120,6 +131,11 @@ class FixedLengthPolicy:
     def is_resting(self) -> bool:
         """False: every request drafts."""
         return False
+
+    @property
+    def needs_observation(self) -> bool:
+        """True: every request drafts."""
+        return True
 
     def allocate(
         self, candidates: Sequence[DraftCandidate], num_pass_tokens: int, attended_tokens: int = 0

@@ -51,14 +51,19 @@ class Prober:
         schedule.adapt_to_load(len(adjustable), step)
         if step < schedule.next_step:
             return ()
-        slots = [c.slot for c in adjustable if not granted.get(c.slot, 0)]
-        if slots:
-            self._start(slots, num_pass_tokens)
+        undrafted = [c for c in adjustable if not granted.get(c.slot, 0)]
+        if undrafted:
+            self._start(undrafted, num_pass_tokens)
         return schedule.slots
 
-    def _start(self, slots: list[int], num_pass_tokens: int) -> None:
-        """Start a probe of as many of these requests as the cost permits, if the credit covers it."""
+    def _start(self, candidates: Sequence[DraftCandidate], num_pass_tokens: int) -> None:
+        """Start a probe of as many of these requests as the cost permits, if the credit covers it.
+
+        If none is ready, the probe waits, and the drafter observes requests that start until then.
+        """
         self._observer.settle()
+        ready = [c.slot for c in candidates if c.is_ready]
+        slots = ready or [c.slot for c in candidates]
         credit = self._observer.credit
         self._observer.unread.sort_by_last_draft(slots, self._observer.step)
         max_cost = PROBE_COST_FACTOR * self._estimate_cost(slots[:1], num_pass_tokens)
@@ -66,10 +71,12 @@ class Prober:
         while count < len(slots) and self._estimate_cost(slots[: 2 * count], num_pass_tokens) <= max_cost:
             count *= 2
         cost = self._estimate_cost(slots[:count], num_pass_tokens)
-        if credit.seconds > cost + MIN_CREDIT_AFTER_PROBE * credit.plain_step_cost:
+        if credit.seconds <= cost + MIN_CREDIT_AFTER_PROBE * credit.plain_step_cost:
+            self.schedule.defer(self._observer.step)
+        elif ready:
             self.schedule.start(tuple(slots[:count]))
         else:
-            self.schedule.defer(self._observer.step)
+            self.schedule.wait(self._observer.step)
 
     def _estimate_cost(self, slots: Sequence[int], num_pass_tokens: int) -> float:
         """Return the seconds that a probe of these requests adds if none of its nodes is accepted.

@@ -10,6 +10,7 @@ PROBE_STEPS = 4  # consecutive steps of a probe
 MIN_PROBE_INTERVAL = 32  # steps between probes; doubles after each probe that did not pay
 MAX_PROBE_INTERVAL = 256  # steps
 DEFERRAL = 16  # steps until a probe that the credit does not cover is considered again, which takes time by itself
+WAIT = 8  # steps until a probe that waits for a request that is ready is considered again
 
 
 class ProbeSchedule:
@@ -18,14 +19,20 @@ class ProbeSchedule:
     Attributes:
         slots: requests of the current probe; empty = no probe runs.
         next_step: index of the first step in which the next probe may start.
+        is_waiting: whether a probe is due and no request is ready to draft.
     """
 
     def __init__(self) -> None:
         self.slots: tuple[int, ...] = ()
         self.next_step = 0
+        self.is_waiting = False
         self._steps_left = 0  # steps of the current probe that are not finished
         self._interval = MIN_PROBE_INTERVAL  # in steps
         self._reference_load = 0  # load that later loads are compared with
+
+    def is_due(self, step: int) -> bool:
+        """Return whether a probe runs, or may start now or as soon as a request is ready."""
+        return bool(self.slots) or self.is_waiting or step >= self.next_step
 
     def is_load_similar(self, load: int) -> bool:
         """Return whether the load is more than half and less than twice the reference load."""
@@ -40,10 +47,15 @@ class ProbeSchedule:
     def start(self, slots: tuple[int, ...]) -> None:
         """Start a probe of these requests in the current step."""
         self.slots, self._steps_left = slots, PROBE_STEPS
+        self.is_waiting = False
+
+    def wait(self, step: int) -> None:
+        """Consider the probe again after some steps, in which requests may become ready."""
+        self.next_step, self.is_waiting = step + WAIT, True
 
     def defer(self, step: int) -> None:
         """Consider the probe that is due again after some steps. The interval stays."""
-        self.next_step = step + DEFERRAL
+        self.next_step, self.is_waiting = step + DEFERRAL, False
 
     def count_step(self) -> bool:
         """Count a finished step of the current probe. Returns whether the probe is over."""
@@ -57,7 +69,7 @@ class ProbeSchedule:
 
     def postpone(self, step: int) -> None:
         """End the current probe, if there is one, and start the next one an interval after this step."""
-        self.slots, self.next_step = (), step + self._interval
+        self.slots, self.next_step, self.is_waiting = (), step + self._interval, False
 
     def reset_interval(self) -> None:
         """Set the interval to its minimum, because drafting has resumed."""

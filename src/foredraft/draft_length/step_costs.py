@@ -10,7 +10,7 @@ from foredraft.draft_length.planner import Planner
 from foredraft.draft_length.policy import StepReport
 
 SLOWDOWN_SMOOTHING = 0.2  # weight of the newest step in the slowdown of the machine
-PLAIN_COST_SMOOTHING = 0.1  # weight of the newest plain step in the ratio of measured to predicted cost
+PLAIN_COST_SMOOTHING = 0.25  # weight of the newest plain step in the ratio of measured to predicted cost
 
 
 class StepCosts:
@@ -58,10 +58,12 @@ class StepCosts:
         predicted_pass, confidence = self.curve.predict(*pass_size), self.curve.get_confidence(report.num_pass_tokens)
         # Both calls of `update` return the measured seconds, clipped if they are an outlier.
         pass_seconds = self.curve.update(*pass_size, max(report.step_time - report.draft_time, 0.0) / self.slowdown)
-        draft_seconds = self.draft_cost.update(
-            requests=len(report.outcomes), longest=longest, nodes=nodes, unread=unread, newcomers=newcomers,
-            seconds=report.draft_time / self.slowdown, scale=pass_seconds,
-        )  # fmt: skip
+        draft_seconds = report.draft_time / self.slowdown
+        if report.is_observed:  # other steps do not have the costs that a step with drafts has
+            draft_seconds = self.draft_cost.update(
+                requests=len(report.outcomes), longest=longest, nodes=nodes, unread=unread, newcomers=newcomers,
+                seconds=draft_seconds, scale=pass_seconds,
+            )  # fmt: skip
         if predicted_pass > 0.0:
             ratio = pass_seconds / predicted_pass
             # A size that is new shows its own price, not that of the machine.
@@ -86,6 +88,10 @@ class StepCosts:
         with_unread = self.draft_cost.predict(requests=0, longest=1, nodes=0, unread=unread, newcomers=newcomers)
         return with_unread - self.draft_cost.predict(requests=0, longest=1, nodes=0)
 
+    def estimate_observing(self, report: StepReport) -> float:
+        """Return the seconds that the drafter takes in a step like this one if nothing is drafted."""
+        return self.draft_cost.predict(requests=len(report.outcomes), longest=0, nodes=0) if report.is_observed else 0.0
+
     def predict_without_drafts(self, report: StepReport, nodes: int) -> tuple[float, float]:
         """Return the predicted cost of the plain step, and of the step without its drafts.
 
@@ -97,7 +103,7 @@ class StepCosts:
         """
         count = len(report.outcomes)  # requests that got a new token
         context = report.attended_tokens / max(report.num_pass_tokens, 1)  # attended tokens per token of the pass
-        observing = self.draft_cost.predict(requests=count, longest=0, nodes=0)  # seconds in the drafter without drafts
+        observing = self.estimate_observing(report)
         ratio, curve = self.planner.plain_cost_ratio, self.curve
         num_tokens, num_rows = report.num_pass_tokens - nodes, report.num_logit_rows - nodes  # those without drafts
         pass_cost = curve.predict(report.num_requests, num_tokens, num_rows, context * num_tokens)

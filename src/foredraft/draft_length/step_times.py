@@ -58,7 +58,7 @@ class StepTimes:
         """
         outcomes = step.report.outcomes
         plain_step_cost, cost_without_drafts = self.costs.predict_without_drafts(step.report, step.nodes)
-        observing = self.costs.draft_cost.predict(requests=len(outcomes), longest=0, nodes=0)
+        observing = self.costs.estimate_observing(step.report)
         if step.longest and not step.has_fixed:
             # Each accepted token saves one request's share of a later plain step.
             num_accepted = sum([len(o.accepted_nodes) for o in outcomes])

@@ -2,11 +2,15 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from foredraft.drafters.failure_backoff import FailureBackoff
 from foredraft.kv.draft_kv import DraftKV
 from foredraft.models.hf import HFModel
 
+# What commits without hidden states do to a request (`DrafterSpec.missed_states`).
+MissedStates = Literal["forbidden", "end", "pause"]
+MISSED_STATES = get_args(MissedStates)
 SAME_VOCABULARY = "same"  # `DrafterSpec.vocabulary` of a drafter that reads the target's tokens
 
 
@@ -70,6 +74,7 @@ class DrafterSpec:
     vocabulary: str = SAME_VOCABULARY
     is_native: bool | None = None
     member_backoffs: tuple[FailureBackoff, ...] = ()
+    missed_states: MissedStates = "forbidden"
 
 
 NO_DRAFT_SPEC = DrafterSpec(max_nodes=0, reads_commits=False)

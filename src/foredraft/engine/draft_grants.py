@@ -39,7 +39,7 @@ def grant_draft_nodes(
         own = request.spec.options.draft_lengths  # those that the request set; None = none
         least, most = bounds if own is None else bounds.narrow(own.find(len(scheduled)))
         if most > 0 and request.num_computed + chunk == request.num_tokens and request.max_draft_depth > 0:
-            candidates.append(DraftCandidate(request.slot, most, least, _find_kind(request)))
+            candidates.append(DraftCandidate(request.slot, most, least, _find_kind(request), not request.lacks_states))
             indices.append(i)
     result = [0] * len(scheduled)
     if candidates:

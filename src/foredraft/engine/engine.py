@@ -17,11 +17,12 @@ from collections.abc import Callable
 
 import torch
 
-from foredraft.draft_length.policy import DraftLengthPolicy, FixedLengthPolicy
+from foredraft.draft_length.policy import DraftLengthPolicy, FixedLengthPolicy, StepReport
 from foredraft.drafters.interface import Drafter
 from foredraft.engine.batch_planner import BatchPlanner
 from foredraft.engine.compaction import compact_kv
 from foredraft.engine.forward_pass import build_forward_batch, find_prompt_logit_requests
+from foredraft.engine.observation import choose_hidden_layers
 from foredraft.engine.recovery import rewind_output, settle_deltas
 from foredraft.engine.request_memory import RequestMemory
 from foredraft.engine.sandbox import SandboxedDrafter
@@ -173,7 +174,9 @@ class Engine:
         attended_tokens = count_attended_tokens(batch, tree)  # `Scheduler.commit` advances `num_computed`
         self.scheduler.commit(batch, commit)
         progressed = self._emit_deltas(batch, tree, commit)
-        return self._finish_step(batch, tree, commit, progressed, attended_tokens)
+        is_observed = output.features is not None or not self.drafter.spec.hidden_layers
+        report = build_report(batch, tree, commit, self.clock, attended_tokens, is_observed)
+        return self._finish_step(batch, progressed, report)
 
     # -- the parts of a step, in order
 
@@ -197,7 +200,8 @@ class Engine:
         """Run the target's forward pass over the nodes of the tree."""
         with_prompt_logits = find_prompt_logit_requests(self.transcripts, batch)
         forward_batch = build_forward_batch(batch, tree, with_prompt_logits, self.device)
-        logits, features = self.target.forward(forward_batch, self.drafter.spec.hidden_layers)
+        layers = choose_hidden_layers(batch, self.drafter.spec, self.length_policy.needs_observation)
+        logits, features = self.target.forward(forward_batch, layers)
         return collect_output(batch, tree, logits, features, with_prompt_logits)
 
     def _verify(self, batch: Batch, tree: TokenTree, output: TargetOutput) -> Commit:
@@ -230,11 +234,8 @@ class Engine:
                 del self.transcripts[request]
         return progressed
 
-    def _finish_step(
-        self, batch: Batch, tree: TokenTree, commit: Commit, progressed: tuple[Request, ...], attended_tokens: int
-    ) -> StepResult:
+    def _finish_step(self, batch: Batch, progressed: tuple[Request, ...], report: StepReport) -> StepResult:
         """Report the step to the policies, and check the invariants."""
-        report = build_report(batch, tree, commit, self.clock, attended_tokens)
         self.length_policy.record_step(report)
         self.planner.mask_budget.record_step(batch.requests, report.step_time)
         if self.is_debug:

@@ -168,12 +168,19 @@ class SandboxedDrafter(DrafterWrapper):
         has_prompt = max(batch.num_new_tokens, default=1) > 1
         if self._has_proposed or has_prompt:
             self.backoff.time_limit.record_pass(self.backoff.clock() - self._pass_started, has_prompt)
-        if self.spec is self._spec and self._given_spec.reads_commits:  # it is valid, and `observe` does something
+        # The spec is valid, and `observe` does something.
+        if self.spec is self._spec and self._given_spec.reads_commits and not self._misses_states(commit):
             drafter, seen = self.drafter, commit if self.member_backoffs else commit.copy()
             call_isolated(
                 self.backoff, self._take_snapshots(batch.requests), "observe", lambda: drafter.observe(batch, seen)
             )
         self._pass_started, self._has_proposed = self.backoff.clock(), False
+
+    def _misses_states(self, commit: Commit) -> bool:
+        """Return whether the commit has no hidden states, and the drafter permits that."""
+        spec = self._given_spec
+        is_permitted = bool(spec.hidden_layers) and spec.missed_states != "forbidden" and not self.member_backoffs
+        return is_permitted and commit.path_features is None
 
     def forget(self, slots: Sequence[int]) -> None:
         """Have the drafter drop its state of these slots."""

@@ -213,6 +213,7 @@ class Scheduler:
         self.prefix_cache.acquire(request, hit)
         request.pages += hit.pages
         request.num_computed = len(hit.pages) * self.allocator.page_size
+        request.lacks_states = False
         self.prefix_queries += request.num_tokens
         self.prefix_hits += request.num_computed
         if request.num_cached_tokens is None:  # the first run, not one after a preemption
@@ -226,3 +227,15 @@ class Scheduler:
         request.num_computed = 0
         self._free_slots.give_back(request.slot)
         return request.slot
+
+
+def record_states(batch: Batch, are_given: bool, is_final: bool) -> None:
+    """Record whether the drafter gets the hidden states of a step (`Request.lacks_states`).
+
+    Args:
+        batch: requests of the step.
+        are_given: whether it gets them.
+        is_final: whether a request that missed some lacks them until its end.
+    """
+    for request in batch.requests:
+        request.lacks_states = not are_given or (is_final and request.lacks_states)

@@ -29,8 +29,19 @@ def count_attended_tokens(batch: Batch, tree: TokenTree) -> int:
     return sum([n * (r.num_computed + n) for n, r in zip(tree.sizes, batch.requests, strict=True)])
 
 
-def build_report(batch: Batch, tree: TokenTree, commit: Commit, clock: StepClock, attended_tokens: int) -> StepReport:
-    """Build the report of a step at its end; `attended_tokens` as counted before `Scheduler.commit`."""
+def build_report(
+    batch: Batch, tree: TokenTree, commit: Commit, clock: StepClock, attended_tokens: int, is_observed: bool = True
+) -> StepReport:
+    """Build the report of a step at its end.
+
+    Args:
+        batch: requests of the step.
+        tree: verified tree.
+        commit: its committed paths.
+        clock: times of the step.
+        attended_tokens: tokens attended to, as counted before `Scheduler.commit`.
+        is_observed: whether the drafter was given the hidden states that it reads.
+    """
     return StepReport(
         num_requests=len(batch),
         num_pass_tokens=sum(tree.sizes),
@@ -39,6 +50,7 @@ def build_report(batch: Batch, tree: TokenTree, commit: Commit, clock: StepClock
         draft_time=clock.propose_seconds + clock.observe_seconds,
         step_time=clock.step_seconds,
         outcomes=collect_outcomes(batch, tree, commit),
+        is_observed=is_observed,
     )
 
 

@@ -5,6 +5,7 @@ Rows, roots and scored nodes are defined by the picture at the top of `tree.py`.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -111,11 +112,12 @@ def _build_target_probs(batch: Batch, tree: TokenTree, logits: Tensor) -> LazyTa
     """Pair each row of logits with its request's sampling parameters, and with its token history if they need it."""
     spans = zip(batch.requests, tree.roots, tree.sizes, strict=True)
     samplings = [request.spec.sampling for request, root, size in spans for _ in range(root, size)]
+    root_rows = [row for row, end in pairwise(tree.row_offsets) if row < end]
     if not any(request.spec.sampling.shapes_logits for request in batch.requests):
-        return LazyTargetProbs(logits, samplings)
+        return LazyTargetProbs(logits, samplings, root_rows=root_rows)
 
     def build_history(row: int) -> TokenHistory:
         b, node = tree.locate_row(row)
         return batch.requests[b].build_history(tree.get_draft_path(b, node))
 
-    return LazyTargetProbs(logits, samplings, build_history)
+    return LazyTargetProbs(logits, samplings, build_history, root_rows)

@@ -55,21 +55,29 @@ class NativeSampler:
         return tokens.tolist()
 
     def compute_masses(
-        self, logits: Tensor, row: int, settings: RowSettings
-    ) -> tuple[NDArray[np.intp] | None, NDArray[np.float64]] | None:
-        """Return the probabilities of one row of logits [N, V], normalised in float64.
+        self, logits: Tensor, rows: Sequence[int], settings: Sequence[RowSettings]
+    ) -> list[tuple[NDArray[np.intp] | None, NDArray[np.float64]] | None]:
+        """Return the probabilities of some rows, normalised in float64.
+
+        Args:
+            logits: [N, V].
+            rows: R rows of the logits.
+            settings: R settings.
 
         Returns:
-            Token ids, ascending, and their masses; None and the masses of all tokens, if few are zero; None if the row
-            has no distribution.
+            For each row token ids, ascending, and their masses; None and the masses of all tokens, if few are zero;
+            None if the row has no distribution.
         """
-        size = logits.shape[-1]
-        masses, ids, counts = np.empty(size), np.empty(size, dtype=np.int64), np.zeros(1, dtype=np.int32)
-        self._run(logits, [row], [settings], masses=masses, ids=ids, counts=counts)
-        count = int(counts[0])
-        if count > 0:
-            return ids[:count].copy(), masses[:count].copy()  # without the rest of the arrays
-        return None if not count else (None, masses)
+        shape = len(rows), logits.shape[-1]
+        masses, ids, counts = np.empty(shape), np.empty(shape, dtype=np.int64), np.zeros(len(rows), dtype=np.int32)
+        self._run(logits, rows, settings, masses=masses, ids=ids, counts=counts)
+        found: list[tuple[NDArray[np.intp] | None, NDArray[np.float64]] | None] = []
+        for row_masses, row_ids, count in zip(masses, ids, counts.tolist(), strict=True):
+            if count > 0:
+                found.append((row_ids[:count].copy(), row_masses[:count].copy()))  # without the rest of the arrays
+            else:
+                found.append((None, row_masses) if count else None)
+        return found
 
     def _run(
         self,

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from foredraft.kernels.sampler import find_sampler
+from foredraft.kernels.sampler import NativeSampler, find_sampler
 from foredraft.sampling import rng
 from foredraft.sampling.distribution import TokenHistory, distribution, process_logits
 from foredraft.sampling.filters import argmax_tokens
@@ -25,6 +25,8 @@ from foredraft.verification.masses import divide_masses, sample_index, subtract_
 Floats = NDArray[np.float64]
 NoiseKeyFunction = Callable[[int], int | None]  # row -> noise key of its sample; None if every row is one-hot
 SPARSE_FACTOR = 4  # a row is stored sparsely if fewer than one in this many tokens have mass
+# Rows of one native call: as many as have this many masses, so that they stay in a cache, but enough for all threads.
+MAX_MASSES_PER_CALL, MIN_ROWS_PER_CALL = 1 << 17, 8
 EAGER_ARGMAX_SIZE = 1 << 16  # logits [R * V] on the CPU up to which one argmax over all rows is faster than two calls
 
 
@@ -150,10 +152,15 @@ class LazyTargetProbs:
         logits: [R, V], not modified.
         samplings: R sampling parameters, one per row.
         history_of_row: returns the token history of a row; None if no sampling parameter depends on the history.
+        root_rows: rows that every verification reads; they are computed together.
     """
 
     def __init__(
-        self, logits: Tensor, samplings: Sequence[Sampling], history_of_row: Callable[[int], TokenHistory] | None = None
+        self,
+        logits: Tensor,
+        samplings: Sequence[Sampling],
+        history_of_row: Callable[[int], TokenHistory] | None = None,
+        root_rows: Sequence[int] = (),
     ) -> None:
         self.logits = logits
         self.samplings = samplings
@@ -165,6 +172,8 @@ class LazyTargetProbs:
         self._computes_all_rows = is_small or logits.device.type != "cpu"
         # Rows computed from a requested row on: a walk down a chain requests the following rows next.
         self._num_lookahead = 1
+        self._root_rows = root_rows
+        self._root_probs: dict[int, Probs | None] = {}  # by row; None = invalid logits
         self._dense_rows: dict[int, Tensor] = {}  # row -> p [V]
         self._token_by_row: dict[int, int] = {}
 
@@ -209,15 +218,29 @@ class LazyTargetProbs:
         sampler = find_sampler(self.logits)
         if sampler is None or row in self._dense_rows:
             return Probs.from_row(self.get_dense_row(row))
-        sampling, histories = self.samplings[row], self._build_histories([row])
-        logits, index = self.logits, row
-        if sampling.shapes_logits:
-            logits, index = process_logits(select_rows(logits, [row]), [sampling], histories), 0
-        found = sampler.compute_masses(logits, index, sampling.filter_settings)
+        sampling = self.samplings[row]
+        if self._root_rows and not self._root_probs:
+            self._compute_roots(sampler)
+        if row in self._root_probs:
+            found = self._root_probs[row]
+        elif sampling.shapes_logits:
+            logits = process_logits(select_rows(self.logits, [row]), [sampling], self._build_histories([row]))
+            [found] = _compute_masses(sampler, logits, [0], [sampling])
+        else:
+            [found] = _compute_masses(sampler, self.logits, [row], [sampling])
         if found is None:
             raise InvalidLogitsError
-        ids, mass = found
-        return Probs(mass, logits.shape[-1], ids)
+        return found
+
+    def _compute_roots(self, sampler: NativeSampler) -> None:
+        """Compute p of all sampled root rows whose logits no setting changes, some rows in one call."""
+        rows = [r for r in self._root_rows if not (self.samplings[r].is_greedy or self.samplings[r].shapes_logits)]
+        size = max(MIN_ROWS_PER_CALL, MAX_MASSES_PER_CALL // self.logits.shape[-1])
+        for first in range(0, len(rows), size):
+            part = rows[first : first + size]
+            self._root_probs |= zip(
+                part, _compute_masses(sampler, self.logits, part, [self.samplings[row] for row in part]), strict=True
+            )
 
     def get_dense_row(self, row: int) -> Tensor:
         """Return p of a row as `distribution` computes it: [V], NaN if the logits are invalid."""
@@ -255,6 +278,14 @@ class LazyTargetProbs:
 
     def _build_histories(self, rows: Sequence[int]) -> list[TokenHistory] | None:
         return None if self._history_of_row is None else [self._history_of_row(row) for row in rows]
+
+
+def _compute_masses(
+    sampler: NativeSampler, logits: Tensor, rows: Sequence[int], samplings: Sequence[Sampling]
+) -> list[Probs | None]:
+    """Return p of some rows of logits [N, V]; None for a row with invalid logits."""
+    found = sampler.compute_masses(logits, rows, [sampling.filter_settings for sampling in samplings])
+    return [None if row is None else Probs(row[1], logits.shape[-1], row[0]) for row in found]
 
 
 class DenseProbs:

@@ -46,6 +46,10 @@ class RandomLengthPolicy(FixedLengthPolicy):
     def is_resting(self) -> bool:
         return self._rng.random() < 0.3
 
+    @property
+    def needs_observation(self) -> bool:
+        return self._rng.random() < 0.9
+
 
 @dataclass(frozen=True)
 class MixRequest:

@@ -12,6 +12,11 @@ from foredraft.request import Batch, Request
 from foredraft.tree import Commit, TokenTree
 
 
+def has_prediction(batch: Batch) -> bool:
+    """Return whether a request of the batch has a prediction."""
+    return any(request.spec.prediction for request in batch.requests)
+
+
 class PredictedOutputDrafter:
     """Drafter for requests with a prediction. `max_nodes` is 0 while no running request has one."""
 

@@ -130,6 +130,7 @@ class FeatureDrafter:
         self.spec = DrafterSpec(
             tree_spec.max_nodes,
             hidden_layers,
+            missed_states="end",  # later pairs need all earlier ones
             draft_kv=self.draft_kv,
             is_chain=tree_spec.is_chain,
             silence_mismatch=self.mismatch_detector.silence,

@@ -83,6 +83,7 @@ class StepDrafter:
         self.spec = DrafterSpec(
             tree_spec.max_nodes,
             (hidden_layer,),
+            missed_states="pause",  # a draft needs the newest state alone
             is_chain=tree_spec.is_chain,
             silence_mismatch=self.mismatch_detector.silence,
             is_native=can_run_native(context),

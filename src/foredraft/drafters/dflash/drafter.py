@@ -49,6 +49,7 @@ class DFlash:
         self.spec = DrafterSpec(
             tree_spec.max_nodes,
             network.shape.hidden_layers,
+            missed_states="end",  # a block reads all rows before it
             draft_kv=self.rows.draft_kv,
             is_chain=tree_spec.is_chain,
             silence_mismatch=self.mismatch_detector.silence,

@@ -1,6 +1,6 @@
 """Combination of two drafters: a primary one, and a fallback for the requests that the primary has no draft for."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -21,13 +21,21 @@ class FallbackDrafter(DrafterWrapper):
     The fallback sees a budget of 0 for requests that the primary serves, so it keeps no state of a draft for them.
     Both drafters observe every commit and forget every slot. The primary reads tokens alone.
 
+    Args:
+        primary: drafter whose drafts come first.
+        fallback: drafter of the other requests. None = none.
+        concerns: whether the primary may have something to observe in a batch; it is not called otherwise.
+
     Raises:
         ForedraftError: if the primary reads hidden states of the target.
     """
 
-    def __init__(self, primary: Drafter, fallback: Drafter | None = None) -> None:
+    def __init__(
+        self, primary: Drafter, fallback: Drafter | None = None, concerns: Callable[[Batch], bool] = lambda batch: True
+    ) -> None:
         super().__init__(NoDrafter() if fallback is None else fallback)
         self.primary = primary
+        self.concerns = concerns
         self._specs = primary.spec, self.drafter.spec
         self._spec = _combine_specs(*self._specs)
         if self._specs[0].hidden_layers:
@@ -56,7 +64,8 @@ class FallbackDrafter(DrafterWrapper):
         return _select_trees(batch, tree, fallback_tree, is_served) if any(is_served) else fallback_tree
 
     def observe(self, batch: Batch, commit: Commit) -> None:
-        self.primary.observe(batch, commit)
+        if self.concerns(batch):
+            self.primary.observe(batch, commit)
         self.drafter.observe(batch, commit)
 
     def forget(self, slots: Sequence[int]) -> None:

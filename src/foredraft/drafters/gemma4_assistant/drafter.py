@@ -77,6 +77,7 @@ class Gemma4Assistant:
         self.spec = DrafterSpec(
             tree_spec.max_nodes,
             (AFTER_FINAL_NORM,),
+            missed_states="pause",  # a draft needs the newest state alone
             shares_target_kv=True,
             attach=bind_weakly(self.attach),
             is_chain=tree_spec.is_chain,

@@ -69,6 +69,7 @@ class Medusa:
         self.spec = DrafterSpec(
             len(tree),
             (AFTER_FINAL_NORM,),
+            missed_states="pause",  # a draft needs the newest state alone
             silence_mismatch=self.mismatch_detector.silence,
             is_native=products.is_native,
         )
