@@ -12,6 +12,7 @@ from foredraft.bench import compare, compare_report, subprocess_peer
 from foredraft.bench.compare_report import MAX_CONTEXT, choose_length
 from foredraft.bench.methods import BenchMethod
 from foredraft.bench.participants import FOREDRAFT, Participant, PeerPythons, iter_participants
+from foredraft.bench.pass_limits import find_median_limits
 from foredraft.bench.questions import Question
 from foredraft.bench.stream_speeds import StreamSpeed, StreamsPlan
 from foredraft.bench.subprocess_peer import PEERS_FOLDER, PeerError, SubprocessPeer
@@ -47,6 +48,13 @@ def generate(mode, prompt, max_tokens, **rest):
 def verify(rows, context, repeats):
     return {"seconds": {str(k): 1.0 + k for k in rows}}
 
+def limits():
+    if load.fault == "limits":
+        raise RuntimeError("no packed weights")
+    limits.calls = getattr(limits, "calls", 0) + 1
+    speed = float(limits.calls)
+    return {"weight_bytes": 10**9, "num_weights": 5 * 10**8, "gigabytes_per_second": speed, "gigaflops": 10 * speed}
+
 def streams(prompts, max_tokens):
     if load.fault == "streams":
         raise RuntimeError("no memory")
@@ -56,7 +64,7 @@ def ticks():
     began = time.process_time()
     return {"ticks": began}
 
-serve({"load": load, "generate": generate, "verify": verify, "ticks": ticks, "streams": streams})
+serve({"load": load, "generate": generate, "verify": verify, "ticks": ticks, "streams": streams, "limits": limits})
 """
 SETTINGS = compare.PeerSettings("model", None, "bfloat16", 1, 64, "scratch", 3, (8, 4), 6)
 ASKED = (Question(("the end",), "a"), Question(("and", "then"), "b"))
@@ -151,6 +159,25 @@ def test_the_figures_of_a_comparison(script):
     assert ours.acceptance_length == 2.0
     assert comparison.versions == {FOREDRAFT: "fake 11", "peer": "fake 11"}
     assert [(c.rows, c.ratio) for c in comparison.costs["peer (bfloat16)"]] == [(1, 1.0), (4, 2.5)]
+
+
+def test_limits_are_measured_between_the_prompts_and_stand_below_the_passes(script):
+    ours = replace(one(script), has_limits_op=True)
+    comparison = run(ours, one(script, "peer"), rows=[1, 4])
+    found = comparison.limits
+    assert list(found) == [f"{FOREDRAFT} (bfloat16)"]
+    assert [limit.gigabytes_per_second for limit in found[f"{FOREDRAFT} (bfloat16)"]] == [1.0, 2.0, 3.0, 4.0]
+    medians = {label: find_median_limits(limits) for label, limits in found.items()}
+    table = compare_report.build_limit_table(medians, comparison.build_rows())
+    assert table.rows == ((f"{FOREDRAFT} (bfloat16)", "1000", "2.5", "25", "2.5", "1.0", "40 %"),)
+    names = [row[0] for row in compare_report.build_cost_table(comparison.costs, medians).rows]
+    assert names == [f"{FOREDRAFT} (bfloat16)", f"limit of {FOREDRAFT} (bfloat16)", "peer (bfloat16)"]
+
+
+def test_a_target_without_limits_has_no_row_of_them(script):
+    comparison = run(replace(one(script, fault="limits"), has_limits_op=True), rows=[1])
+    assert not comparison.limits
+    assert [row.status for row in comparison.build_rows()] == ["ok"]
 
 
 def test_plain_decoding_by_streams_is_paired_with_that_of_the_same_weights(script):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from foredraft.draft_length.credit import LOSS_ALLOWANCE, MAX_COST_DECAY, MAX_CREDIT_STEPS, TimeCredit
+from foredraft.draft_length.credit import LOSS_ALLOWANCE, MAX_COST_DECAY, MAX_CREDIT_STEPS, NEW_LOAD_STEPS, TimeCredit
 
 LONG_STEP = 8.0  # seconds of a step with long drafts; a plain step takes 1
 
@@ -48,3 +48,14 @@ def test_a_loan_ends_with_the_first_step_that_leaves_no_debt() -> None:
     credit.record_step(1.0, 1.0, step_seconds=1.0, saved_later=10.0)
     credit.record_step(1.0, 1.0, step_seconds=1.5 + credit.seconds)
     assert credit.is_used_up
+
+
+def test_a_larger_load_keeps_a_few_steps_of_the_credit() -> None:
+    credit = TimeCredit()
+    credit.record_step(1.0, 1.0)
+    credit.seconds = 20.0
+    credit.limit_at_larger_load()
+    assert credit.seconds == NEW_LOAD_STEPS
+    credit.seconds = -3.0
+    credit.limit_at_larger_load()
+    assert credit.seconds == -3.0

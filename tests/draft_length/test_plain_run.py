@@ -7,9 +7,13 @@ def take_steps(run: PlainRun, load: int, num_steps: int, interval: float) -> lis
     taken: list[bool] = []
     since_plain = 0
     for _ in range(num_steps):
-        taken.append(run.take_step(load, since_plain, interval))
+        run.adapt_to_load(load)
+        taken.append(run.take_step(since_plain, interval))
         since_plain = 0 if taken[-1] else since_plain + 1
     return taken
+
+
+FIRST = [False] * FIRST_INTERVAL + [True] * FIRST_RUN_STEPS
 
 
 def test_a_run_is_whole_and_begins_after_the_interval() -> None:
@@ -19,16 +23,17 @@ def test_a_run_is_whole_and_begins_after_the_interval() -> None:
 
 
 def test_early_runs_come_at_doubling_intervals() -> None:
-    first = [False] * FIRST_INTERVAL + [True] * FIRST_RUN_STEPS
     second = [False] * 2 * FIRST_INTERVAL + [True] * RUN_STEPS
     third = [False] * 4 * FIRST_INTERVAL + [True] * RUN_STEPS
-    expected = first + second + third
+    expected = FIRST + second + third
     assert take_steps(PlainRun(), 4, len(expected), 1000.0) == expected
 
 
-def test_a_load_that_more_than_doubles_begins_anew() -> None:
+def test_a_load_that_more_than_doubles_begins_with_a_run_and_one_that_falls_with_drafts() -> None:
     run = PlainRun()
     take_steps(run, 4, 200, 1000.0)
-    first = [False] * FIRST_INTERVAL + [True] * FIRST_RUN_STEPS
-    assert take_steps(run, 8, len(first), 1000.0) == [False] * len(first), "twice the load is similar"
-    assert take_steps(run, 9, len(first), 1000.0) == first
+    assert not run.adapt_to_load(8), "twice the load is similar"
+    assert run.adapt_to_load(9)
+    assert take_steps(run, 9, FIRST_RUN_STEPS + len(FIRST), 1000.0) == [True] * FIRST_RUN_STEPS + FIRST
+    assert not run.adapt_to_load(4)
+    assert take_steps(run, 4, len(FIRST), 1000.0) == FIRST

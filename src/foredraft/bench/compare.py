@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from foredraft.bench.methods import PLAIN
 from foredraft.bench.participants import FOREDRAFT, Participant
+from foredraft.bench.pass_limits import PassLimits
 from foredraft.bench.questions import PromptBuilder, Question
 from foredraft.bench.stream_speeds import StreamSpeed, StreamsPlan, compute_speeds, measure_streams
 from foredraft.bench.subprocess_peer import PeerError, SubprocessPeer
@@ -101,6 +102,7 @@ class Comparison:
     on_progress: Callable[[str], None]
     versions: dict[str, str] = field(default_factory=dict)  # program -> version
     costs: dict[str, list[VerifyCost]] = field(default_factory=dict)  # "program (weights)" -> one entry per row count
+    limits: dict[str, list[PassLimits]] = field(default_factory=dict)  # the same -> one entry per moment
     too_long: list[str] = field(default_factory=list)  # questions that exceed the context
     stream_speeds: list[StreamSpeed] = field(default_factory=list)
     stream_failures: dict[str, str] = field(default_factory=dict)  # label of a mode -> reason
@@ -122,9 +124,12 @@ class Comparison:
             if questions:
                 self._warm_up(PromptBuilder(tokenizer).add_user_turn(questions[0].turns[0]))
             for number, (question, conversation) in enumerate(zip(questions, conversations, strict=True)):
+                self._measure_limits()
                 self._run_question(number, question, conversation, tokenizer)
             if verify_rows:
+                self._measure_limits()
                 self._measure_verify_cost(verify_rows, context, len(tokenizer))
+                self._measure_limits()
             if self.settings.streams.counts:
                 self._measure_streams(len(tokenizer))
 
@@ -202,6 +207,19 @@ class Comparison:
                 continue  # a program without this measurement has no row in the cost table
             seconds = {int(count): value for count, value in answer["seconds"].items()}
             self.costs[label] = [VerifyCost(count, value, value / seconds[1]) for count, value in seconds.items()]
+
+    def _measure_limits(self) -> None:
+        """Measure the machine beside every program that can, between the measurements, because its speed changes."""
+        for index, participant in enumerate(self._participants):
+            if not participant.has_limits_op or not any(c.status == "ok" for c in self._list_modes(participant)):
+                continue
+            label = f"{participant.program} ({participant.weights})"
+            self.on_progress(f"limits of the machine, {label}")
+            try:
+                answer = self._peers[index].call("limits", ANSWER_TIMEOUT)
+            except PeerError:
+                continue  # a target without packed weights has no limits
+            self.limits.setdefault(label, []).append(PassLimits(**answer))
 
     def _measure_streams(self, vocab_size: int) -> None:
         """Measure plain decoding with several streams in every program that decodes plainly."""

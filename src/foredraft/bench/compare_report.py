@@ -11,6 +11,7 @@ from foredraft import zoo
 from foredraft.bench import compare, methods, plot, report
 from foredraft.bench.methods import PLAIN, BenchMethod
 from foredraft.bench.participants import FOREDRAFT, PeerPythons, iter_participants
+from foredraft.bench.pass_limits import PassLimits, find_median_limits
 from foredraft.bench.questions import Question
 from foredraft.bench.stream_speeds import StreamSpeed, StreamsPlan
 from foredraft.errors import ForedraftError
@@ -100,6 +101,10 @@ class CompareBench:
         self.rows = self.comparison.build_rows()
         return self._build_report()
 
+    def _find_limits(self) -> dict[str, PassLimits]:
+        """Return the limits of each program with packed weights, at the median speeds of the run."""
+        return {label: find_median_limits(found) for label, found in self.comparison.limits.items()}
+
     def _find_draft_model(self) -> str | None:
         """Return the draft model of all programs: the given one, or that of the built-in pair."""
         spec = methods.find_draft_model("draft_model", self.config, self.plan.spec_model, self.plan.model is None)
@@ -135,6 +140,11 @@ class CompareBench:
             notes.append(f"{len(self.comparison.too_long)} questions, or their later turns, exceed the context")
         if plan.verify_rows:
             notes.append(f"cost of verification: medians of passes after {plan.context} tokens")
+        if self.comparison.limits:
+            notes.append(
+                "limits: medians of reads from memory and of products in a cache, measured between the prompts; a pass "
+                "takes at least the time to read its weights, and that of their multiplications"
+            )
         if plan.streams.counts:
             notes.append(
                 f"streams: prompts of {plan.streams.prompt_tokens} random tokens that begin together, their time "
@@ -149,7 +159,8 @@ class CompareBench:
             # without questions only what is missing
             build_result_table([row for row in self.rows if self.plan.questions or row.status != "ok"]),
             build_lead_table(compute_leads(self.rows)),
-            build_cost_table(self.comparison.costs),
+            build_limit_table(self._find_limits(), self.rows),
+            build_cost_table(self.comparison.costs, self._find_limits()),
             build_streams_table(self.comparison.stream_speeds),
         ]
         data = {
@@ -159,6 +170,7 @@ class CompareBench:
             "results": self.rows,
             "leads": compute_leads(self.rows),
             "verify_cost": {"context": self.plan.context, "passes": self.comparison.costs},
+            "limits": self._find_limits(),
             "too_long": self.comparison.too_long,
             "streams": self.comparison.stream_speeds,
         }
@@ -218,13 +230,33 @@ def build_lead_table(leads: Sequence[SpeedLead]) -> report.ReportTable:
     return report.ReportTable("Foredraft over each program", header, tuple(cells), num_name_columns=2)
 
 
-def build_cost_table(costs: dict[str, list[Any]]) -> report.ReportTable:
-    """Build the table of pass times in milliseconds, with the ratio to a pass over one token."""
+def build_limit_table(limits: dict[str, PassLimits], rows: Sequence[compare.ComparisonRow]) -> report.ReportTable:
+    """Build the table of what memory permits: plain decoding reads all weights once for a token."""
+    plain = {f"{row.program} ({row.weights})": row.tokens_per_second for row in rows if row.mode == PLAIN}
+    cells = []
+    for label, limit in limits.items():
+        speed, most = plain.get(label), 1.0 / limit.byte_seconds
+        reached = ("-", "-") if speed is None else (f"{speed:.1f}", f"{100 * speed / most:.0f} %")
+        cells.append((
+            label, f"{limit.weight_bytes / 1e6:.0f}", f"{limit.gigabytes_per_second:.1f}", f"{limit.gigaflops:.0f}",
+            f"{most:.1f}", *reached,
+        ))  # fmt: skip
+    header = (
+        "weights", "MB per pass", "memory, GB/s", "arithmetic, GFLOP/s", "plain by bytes, tokens/s", "measured",
+        "reached",
+    )  # fmt: skip
+    return report.ReportTable("Limits of the machine", header, tuple(cells))
+
+
+def build_cost_table(costs: dict[str, list[Any]], limits: dict[str, PassLimits]) -> report.ReportTable:
+    """Build the table of pass times in milliseconds, with the ratio to a pass over one token, and their limits."""
     counts = sorted({cost.rows for passes in costs.values() for cost in passes})
-    cells = [
-        (label, *(f"{1000 * c.seconds:.1f} ms ({c.ratio:.2f}x)" for c in sorted(passes, key=lambda c: c.rows)))
-        for label, passes in costs.items()
-    ]
+    cells: list[tuple[str, ...]] = []
+    for label, passes in costs.items():
+        times = [f"{1000 * c.seconds:.1f} ms ({c.ratio:.2f}x)" for c in sorted(passes, key=lambda c: c.rows)]
+        cells.append((label, *times))
+        if label in limits:
+            cells.append((f"limit of {label}", *(limits[label].describe(count) for count in counts)))
     return report.ReportTable(
         "Cost of verification", ("tokens in one pass", *(str(count) for count in counts)), tuple(cells)
     )

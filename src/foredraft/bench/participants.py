@@ -24,6 +24,7 @@ class Participant:
     group: str  # participants of one group are compared with each other
     load_arguments: dict[str, Any] = field(default_factory=dict)  # beyond the settings that all programs share
     has_verify_op: bool = True
+    has_limits_op: bool = False  # measures the limits of a pass over its weights
 
     @property
     def python_path(self) -> Path | None:
@@ -56,7 +57,7 @@ def iter_participants(
         llm_settings = settings | ({} if quantization is None else {"quantization": quantization})
         yield Participant(
             FOREDRAFT, "peer_foredraft.py", pythons.foredraft, (PLAIN, *drafters), group, group,
-            {"drafters": drafters, "settings": llm_settings},
+            {"drafters": drafters, "settings": llm_settings}, has_limits_op=True,
         )  # fmt: skip
         modes = (PLAIN, "prompt_lookup", "draft") if quantization is None else (PLAIN,)
         yield Participant(

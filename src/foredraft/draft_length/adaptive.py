@@ -168,6 +168,8 @@ class AdaptiveLengthPolicy:
         if observer.is_warming_up:
             nodes = WARMUP_NODES[observer.warmup_step]
             return "start", {c.slot: nodes for c in adjustable[:MAX_WARMUP_REQUESTS]}
+        if self._plain_run.adapt_to_load(len(adjustable)):
+            observer.credit.limit_at_larger_load()
         self._update_mode(plan, adjustable)
         is_drafting = observer.is_drafting
         reason: DecisionReason
@@ -183,7 +185,7 @@ class AdaptiveLengthPolicy:
         confidence = self.curve.get_confidence(len(adjustable) + observer.num_others)
         interval = compute_plain_interval(plan.speedup - 1.0, confidence)
         can_measure = is_drafting and not observer.has_fixed
-        if can_measure and self._plain_run.take_step(len(adjustable), observer.steps_since_plain, interval):
+        if can_measure and self._plain_run.take_step(observer.steps_since_plain, interval):
             return "measure", {}
         if is_drafting and observer.step % LONG_DRAFT_INTERVAL == 0:  # half as long again, rounded up
             granted = {slot: nodes + (nodes + 1) // 2 for slot, nodes in granted.items()}

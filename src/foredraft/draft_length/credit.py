@@ -13,6 +13,7 @@ INITIAL_CREDIT_STEPS = 14.0  # credit at the start, in plain steps
 MAX_CREDIT_STEPS = 24.0
 MAX_COST_DECAY = 0.99  # factor per step on the cost of the costliest recent step, so that it is forgotten
 AMPLE_CREDIT_STEPS = MAX_CREDIT_STEPS / 2  # credit, in plain steps, from which the length of a draft is not limited
+NEW_LOAD_STEPS = 8.0  # credit, in plain steps, that is kept at a load more than twice as large
 MIN_AVAILABLE_STEPS = 2.0  # plain steps of credit that always count as available, so that short drafts stay possible
 MAX_LOAN_STEPS = MAX_CREDIT_STEPS / 2  # upper limit on a loan, in plain steps
 
@@ -59,6 +60,13 @@ class TimeCredit:
     def grant_loan(self, seconds: float) -> None:
         """Allow the credit to fall below 0 by these seconds, but by MAX_LOAN_STEPS at most."""
         self._floor = -min(seconds, MAX_LOAN_STEPS * self.plain_step_cost)
+
+    def limit_at_larger_load(self) -> None:
+        """Drop what was earned at a smaller load, but for NEW_LOAD_STEPS plain steps.
+
+        A long time with few requests could otherwise pay for hundreds of slow steps with many.
+        """
+        self.seconds = min(self.seconds, NEW_LOAD_STEPS * self.plain_step_cost)
 
     def record_unobserved_step(self) -> None:
         """Add the allowance of a plain step whose time was not evaluated."""

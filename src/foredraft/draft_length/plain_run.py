@@ -3,8 +3,9 @@
 The first plain steps after drafts are slower than plain decoding is, by up to a half on small models: caches hold what
 drafts need. Only the later steps of a run count.
 
-The first steps of an engine, and the first at another load, are slower too, and plain steps are measured before drafts.
-Drafts would seem to save more than they do. So the first run after such a change comes early and is longer.
+The first steps of an engine are slower too, and plain steps are measured before drafts. Drafts would seem to save more than
+they do. So the first run comes early and is longer. At a larger load the times of plain steps are those of passes with
+drafts for fewer requests, so a run begins at once.
 """
 
 NUM_TRANSITION_STEPS = 2  # plain steps after drafts whose times do not count
@@ -21,16 +22,26 @@ class PlainRun:
         self._max_interval = FIRST_INTERVAL
         self._load = 0  # reference load, in requests whose draft length may change
 
-    def take_step(self, load: int, steps_since_plain: int, interval: float) -> bool:
-        """Return whether the next step belongs to a run.
+    def adapt_to_load(self, load: int) -> bool:
+        """Begin anew if the load is more than twice or less than half of the reference, and return whether it grew.
 
         Args:
             load: requests whose draft length may change.
+        """
+        if self._load / 2 <= load <= self._load * 2:
+            return False
+        has_grown = 0 < self._load < load
+        self._left = FIRST_RUN_STEPS if has_grown else 0
+        self._load, self._max_interval = load, FIRST_INTERVAL
+        return has_grown
+
+    def take_step(self, steps_since_plain: int, interval: float) -> bool:
+        """Return whether the next step belongs to a run.
+
+        Args:
             steps_since_plain: steps with drafts since the last plain step.
             interval: of them between two runs, for a load that is not new.
         """
-        if not self._load / 2 <= load <= self._load * 2:
-            self._load, self._max_interval = load, FIRST_INTERVAL
         if not self._left and steps_since_plain >= min(interval, self._max_interval):
             self._left = FIRST_RUN_STEPS if self._max_interval == FIRST_INTERVAL else RUN_STEPS
             self._max_interval *= 2

@@ -17,7 +17,7 @@ DecisionReason = Literal[
     "probe",  # a few short drafts while drafting is paused, to measure acceptance again
     "measure",  # one step without drafts, to measure the cost of plain decoding again
     # Drafts are predicted to save more than 1 %, but no request drafts: the time credit does not cover a loss, or the
-    # drafter would take too long to read the tokens that it missed.
+    # drafter would take too long to read the tokens that it missed, or it has missed hidden states of most requests.
     "guard",
     "fixed",  # all requests that may draft have a fixed draft length, by operator or request
 ]

@@ -122,6 +122,16 @@ def test_both_observe_and_forget_everything():
         FallbackDrafter(main, first)
 
 
+def test_a_batch_that_does_not_concern_the_first_is_observed_by_the_main_alone():
+    first, main = make_scripted({}), make_scripted({})
+    drafter = FallbackDrafter(first, main, lambda batch: len(batch) > 1)
+    for count in (1, 2, 1):
+        batch = Batch(tuple(requests(count)), (1,) * count, (0,) * count)
+        drafter.observe(batch, Commit.from_lists([[0]] * count, [[1]] * count))
+    assert len(first.observed) == 1
+    assert len(main.observed) == 3
+
+
 def test_memory_is_that_of_the_main_drafter():
     draft = tiny_models.draft_model(3)
     assert FallbackDrafter(PredictedOutputDrafter(3), draft).spec.draft_kv is draft.draft_kv

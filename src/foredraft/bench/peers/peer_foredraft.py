@@ -2,6 +2,7 @@
 
 import os
 import time
+from dataclasses import asdict
 from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -10,7 +11,7 @@ import torch
 from serve import serve
 
 from foredraft import __version__
-from foredraft.bench import verify_cost
+from foredraft.bench import pass_limits, verify_cost
 from foredraft.llm import LLM, MemoryLimits
 from foredraft.sampling.params import Sampling
 
@@ -51,6 +52,9 @@ class ForedraftPeer:
                 raise RuntimeError(completion.error)
         return {"tokens": [completion.token_ids for completion in completions], "seconds": seconds}
 
+    def limits(self) -> dict[str, Any]:
+        return asdict(pass_limits.measure_limits(self.plain.target, self.plain.target.model.dtype))
+
     def verify(self, rows: list[int], context: list[int], repeats: int) -> dict[str, Any]:
         costs = verify_cost.measure_costs(self.plain, rows, len(context), repeats)
         return {"seconds": {str(cost.rows): cost.seconds for cost in costs}}
@@ -58,4 +62,12 @@ class ForedraftPeer:
 
 if __name__ == "__main__":
     peer = ForedraftPeer()
-    serve({"load": peer.load, "generate": peer.generate, "verify": peer.verify, "streams": peer.decode_streams})
+    serve(
+        {
+            "load": peer.load,
+            "generate": peer.generate,
+            "verify": peer.verify,
+            "streams": peer.decode_streams,
+            "limits": peer.limits,
+        }
+    )

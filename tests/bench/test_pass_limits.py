@@ -1,0 +1,45 @@
+"""Limits of a pass: the bytes and multiplications of the weights, and the longer of their times."""
+
+import pytest
+import torch
+
+from foredraft.bench import micro, pass_limits
+from foredraft.bench.pass_limits import PassLimits, find_median_limits, measure_limits, measure_peak
+from foredraft.errors import ForedraftError
+from foredraft.llm import LLM
+from tests.support import tiny_models
+
+LIMITS = PassLimits(weight_bytes=800_000_000, num_weights=400_000_000, gigabytes_per_second=40.0, gigaflops=400.0)
+
+
+def test_a_pass_takes_the_longer_of_both_times() -> None:
+    assert LIMITS.byte_seconds == pytest.approx(0.020)
+    assert LIMITS.compute_arithmetic_seconds(8) == pytest.approx(0.016)
+    assert LIMITS.describe(8) == "20.0 ms (bytes)"
+    assert LIMITS.describe(16) == "32.0 ms (arithmetic)"
+
+
+def test_the_median_is_that_of_the_speeds() -> None:
+    others = [PassLimits(8, 4, speed, 10 * speed) for speed in (3.0, 1.0, 2.0)]
+    assert find_median_limits(others) == PassLimits(8, 4, 2.0, 20.0)
+
+
+@pytest.mark.parametrize(("quantization", "bytes_per_weight"), [(None, 2.0), ("int8", 1.0), ("int4", 0.5)])
+def test_all_packed_weights_count(quantization: str | None, bytes_per_weight: float, monkeypatch) -> None:
+    monkeypatch.setattr(micro, "READ_BYTES", 1 << 20)
+    model = tiny_models.llama(96, hidden=64).to(torch.bfloat16)
+    matrices = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2 and "embed" not in name)
+    limits = measure_limits(LLM(model, None, quantization=quantization, fused=True).target, torch.bfloat16)
+    assert limits.num_weights == matrices
+    assert bytes_per_weight * matrices <= limits.weight_bytes <= (bytes_per_weight + 1.0) * matrices  # scales, padding
+    assert limits.gigabytes_per_second > 0
+
+
+def test_a_product_has_a_speed() -> None:
+    assert 0.1 < measure_peak(torch.float32) < 1e6
+
+
+def test_a_target_without_packed_weights_has_no_limits(monkeypatch) -> None:
+    monkeypatch.setattr(pass_limits, "load_library", lambda: None)
+    with pytest.raises(ForedraftError, match="packed weights"):
+        measure_limits(tiny_models.plain().target, torch.bfloat16)
