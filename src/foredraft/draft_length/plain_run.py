@@ -3,9 +3,9 @@
 The first plain steps after drafts are slower than plain decoding is, by up to a half on small models: caches hold what
 drafts need. Only the later steps of a run count.
 
-The first steps of an engine are slower too, and plain steps are measured before drafts. Drafts would seem to save more than
-they do. So the first run comes early and is longer. At a larger load the times of plain steps are those of passes with
-drafts for fewer requests, so a run begins at once.
+The first steps of an engine are slower too, and plain steps are measured before drafts. Drafts would seem to save more
+than they do. So the first run comes early and is longer. At a larger load the times of plain steps are those of passes
+with drafts for fewer requests, so a run begins at once.
 """
 
 NUM_TRANSITION_STEPS = 2  # plain steps after drafts whose times do not count
