@@ -30,7 +30,6 @@ class DraftCandidate(NamedTuple):
     max_nodes: int  # upper limit on draft nodes: size of the drafter, bounds of operator and request
     min_nodes: int = 0  # lower limit on draft nodes, by operator or request; the policy must grant them
     kind: int = 0  # 0 = greedy, 1 = sampled; costs and acceptance are estimated separately by kind
-
     is_ready: bool = True  # False: the drafter has missed hidden states of the request, so it would propose nothing
 
     @property
