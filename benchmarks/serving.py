@@ -19,9 +19,9 @@ from foredraft.bench.load import LoadCell, LoadPoint
 
 # Part -> options of `foredraft bench load`.
 PARTS = {
-    "builtin": "--minutes 8 --prompts 96 --prompt-tokens 64 --max-tokens 96 --least 8 --waves 3 --rounds 7",
+    "builtin": "--minutes 6 --prompts 96 --prompt-tokens 64 --max-tokens 96 --least 8 --waves 3 --rounds 7",
     # Passes over 16 or more tokens are compute-bound; short prompts keep most of the time for decoding.
-    "grown": "--minutes 12 --prompts 96 --prompt-tokens 32 --max-tokens 40 --least 4 --waves 3 --rounds 5",
+    "grown": "--minutes 7 --prompts 96 --prompt-tokens 32 --max-tokens 40 --least 4 --waves 3 --rounds 5",
 }
 QUICK = "--minutes 0.5 --prompts 8 --prompt-tokens 16 --max-tokens 8 --least 2 --waves 1 --rounds 1 --more 2"
 QUICK_STREAMS = "1,4"
