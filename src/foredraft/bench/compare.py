@@ -5,7 +5,7 @@ reason; the run goes on without it.
 """
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -192,33 +192,34 @@ class Comparison:
             answer_tokens = next((c.answers[-1].tokens for c in self.compared_modes if c.answers), ())
             conversation.add_answer(answer_tokens, tokenizer.decode(answer_tokens))
 
-    def _measure_verify_cost(self, rows: Sequence[int], context: int, vocabulary: int) -> None:
-        tokens = [(7919 * i + 13) % vocabulary for i in range(context)]
+    def _call_programs(
+        self, op: str, title: str, can_answer: Callable[[Participant], bool], arguments: Mapping[str, Any]
+    ) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield the label "program (weights)" and the answer of every active program that has this operation."""
         for index, participant in enumerate(self._participants):
-            if not participant.has_verify_op or not any(c.status == "ok" for c in self._list_modes(participant)):
+            if not can_answer(participant) or not any(c.status == "ok" for c in self._list_modes(participant)):
                 continue
             label = f"{participant.program} ({participant.weights})"
-            self.on_progress(f"cost of verification, {label}")
+            self.on_progress(f"{title}, {label}")
             try:
-                answer = self._peers[index].call(
-                    "verify", ANSWER_TIMEOUT, rows=list(rows), context=tokens, repeats=REPEATS
-                )  # fmt: skip
+                yield label, self._peers[index].call(op, ANSWER_TIMEOUT, **arguments)
             except PeerError:
-                continue  # a program without this measurement has no row in the cost table
+                continue  # the program has no row in the table
+
+    def _measure_verify_cost(self, rows: Sequence[int], context: int, vocabulary: int) -> None:
+        tokens = [(7919 * i + 13) % vocabulary for i in range(context)]
+        arguments = {"rows": list(rows), "context": tokens, "repeats": REPEATS}
+        for label, answer in self._call_programs(
+            "verify", "cost of verification", lambda participant: participant.has_verify_op, arguments
+        ):
             seconds = {int(count): value for count, value in answer["seconds"].items()}
             self.costs[label] = [VerifyCost(count, value, value / seconds[1]) for count, value in seconds.items()]
 
     def _measure_limits(self) -> None:
         """Measure the machine beside every program that can, between the measurements, because its speed changes."""
-        for index, participant in enumerate(self._participants):
-            if not participant.has_limits_op or not any(c.status == "ok" for c in self._list_modes(participant)):
-                continue
-            label = f"{participant.program} ({participant.weights})"
-            self.on_progress(f"limits of the machine, {label}")
-            try:
-                answer = self._peers[index].call("limits", ANSWER_TIMEOUT)
-            except PeerError:
-                continue  # a target without packed weights has no limits
+        for label, answer in self._call_programs(
+            "limits", "limits of the machine", lambda participant: participant.has_limits_op, {}
+        ):
             self.limits.setdefault(label, []).append(PassLimits(**answer))
 
     def _measure_streams(self, vocab_size: int) -> None:

@@ -172,7 +172,7 @@ class LazyTargetProbs:
         self._computes_all_rows = is_small or logits.device.type != "cpu"
         # Rows computed from a requested row on: a walk down a chain requests the following rows next.
         self._num_lookahead = 1
-        self._root_rows = root_rows
+        self._root_rows = root_rows  # () once they are computed
         self._root_probs: dict[int, Probs | None] = {}  # by row; None = invalid logits
         self._dense_rows: dict[int, Tensor] = {}  # row -> p [V]
         self._token_by_row: dict[int, int] = {}
@@ -219,7 +219,7 @@ class LazyTargetProbs:
         if sampler is None or row in self._dense_rows:
             return Probs.from_row(self.get_dense_row(row))
         sampling = self.samplings[row]
-        if self._root_rows and not self._root_probs:
+        if self._root_rows:
             self._compute_roots(sampler)
         if row in self._root_probs:
             found = self._root_probs[row]
@@ -233,8 +233,9 @@ class LazyTargetProbs:
         return found
 
     def _compute_roots(self, sampler: NativeSampler) -> None:
-        """Compute p of all sampled root rows whose logits no setting changes, some rows in one call."""
+        """Compute p of all sampled root rows whose logits no setting changes, some rows in one call. Runs once."""
         rows = [r for r in self._root_rows if not (self.samplings[r].is_greedy or self.samplings[r].shapes_logits)]
+        self._root_rows = ()
         size = max(MIN_ROWS_PER_CALL, MAX_MASSES_PER_CALL // self.logits.shape[-1])
         for first in range(0, len(rows), size):
             part = rows[first : first + size]
