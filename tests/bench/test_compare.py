@@ -170,7 +170,7 @@ def test_limits_are_measured_between_the_prompts_and_stand_below_the_passes(scri
     medians = {label: find_median_limits(limits) for label, limits in found.items()}
     table = compare_report.build_limit_table(medians, comparison.build_rows())
     assert table.rows == ((f"{FOREDRAFT} (bfloat16)", "1000", "2.5", "25", "2.5", "1.0", "40 %"),)
-    names = [row[0] for row in compare_report.build_cost_table(comparison.costs, medians).rows]
+    names = [row[0] for row in compare_report.build_cost_table(comparison.costs, medians, 0).rows]
     assert names == [f"{FOREDRAFT} (bfloat16)", f"limit of {FOREDRAFT} (bfloat16)", "peer (bfloat16)"]
 
 
@@ -197,8 +197,19 @@ def test_plain_decoding_by_streams_is_paired_with_that_of_the_same_weights(scrip
     ]  # fmt: skip
     assert comparison.stream_speeds == expected
     assert comparison.stream_failures == {"broken plain (bfloat16)": "RuntimeError: no memory"}
-    table = compare_report.build_streams_table(comparison.stream_speeds)
+    table = compare_report.build_streams_table(comparison.stream_speeds, {}, StreamsPlan(), 6)
     assert table.rows[1] == ("peer", "Q8_0", "6.0 (0.50x)", "15.0 (0.50x)")
+
+
+def test_the_limit_of_several_streams_stands_below_their_row(script):
+    ours, plan = replace(one(script), has_limits_op=True), StreamsPlan((2,), prompt_tokens=4, rounds=2)
+    comparison = run(ours, one(script, "peer"), asked=(), streams=plan)
+    medians = {label: find_median_limits(limits) for label, limits in comparison.limits.items()}
+    assert [limit.gigabytes_per_second for limit in comparison.limits[f"{FOREDRAFT} (bfloat16)"]] == [1.0, 2.0]
+    table = compare_report.build_streams_table(comparison.stream_speeds, medians, plan, 6)
+    # 15 GFLOP/s: 8 tokens of prompts take 8/15 s by arithmetic, and reading 1 GB at 1.5 GB/s 2/3 s; so do 5 passes more
+    assert table.rows[1] == (f"limit of {FOREDRAFT}", "bfloat16", "3.0 (100 %)")
+    assert [row[0] for row in table.rows] == [FOREDRAFT, f"limit of {FOREDRAFT}", "peer"]
 
 
 def test_a_program_that_counts_no_passes_has_no_acceptance_length(script):

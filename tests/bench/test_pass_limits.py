@@ -1,5 +1,7 @@
 """Limits of a pass: the bytes and multiplications of the weights, and the longer of their times."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -17,6 +19,30 @@ def test_a_pass_takes_the_longer_of_both_times() -> None:
     assert LIMITS.compute_arithmetic_seconds(8) == pytest.approx(0.016)
     assert LIMITS.describe(8) == "20.0 ms (bytes)"
     assert LIMITS.describe(16) == "32.0 ms (arithmetic)"
+
+
+def test_the_context_is_read_once_and_multiplied_with_every_row() -> None:
+    limits = replace(LIMITS, context_bytes=100_000, context_products=50_000)
+    assert limits.compute_byte_seconds(4_000) == pytest.approx(0.030)
+    assert limits.compute_arithmetic_seconds(8, 4_000) == pytest.approx(0.024)
+    assert limits.describe(8, 4_000) == "30.0 ms (bytes)"
+    assert limits.describe(16, 4_000) == "48.0 ms (arithmetic)"
+
+
+def test_streams_take_one_pass_of_prompts_and_one_per_token() -> None:
+    limits = replace(LIMITS, num_head_weights=100_000_000)
+    # 40 tokens of prompts: 40 * 300 M + 4 * 100 M multiplications take 62 ms; a pass over 4 tokens takes 20 ms
+    assert limits.compute_streams_speed(4, prompt_tokens=10, max_tokens=6) == pytest.approx(24 / (0.062 + 5 * 0.020))
+
+
+def test_layers_that_see_all_tokens_read_the_context(monkeypatch) -> None:
+    monkeypatch.setattr(micro, "READ_BYTES", 1 << 20)
+    model = tiny_models.llama(96, hidden=64).to(torch.bfloat16)
+    target = LLM(model, None, fused=True).target
+    config, limits = model.config, measure_limits(target, torch.bfloat16)
+    assert limits.num_head_weights == 96 * 64
+    assert limits.context_bytes == target.bytes_per_token()
+    assert limits.context_products == 2 * config.num_hidden_layers * config.num_attention_heads * config.head_dim
 
 
 def test_the_median_is_that_of_the_speeds() -> None:

@@ -20,6 +20,7 @@ from foredraft.bench.verify_cost import REPEATS, VerifyCost
 
 LOAD_TIMEOUT = 1800.0  # seconds; a first load may compile
 ANSWER_TIMEOUT = 900.0  # seconds for one prompt
+VERIFY_TIMEOUT = 7200.0  # seconds for all passes over a context, which another program may take long to read
 ModeStatus = Literal["ok", "failed", "absent"]
 
 
@@ -131,7 +132,9 @@ class Comparison:
                 self._measure_verify_cost(verify_rows, context, len(tokenizer))
                 self._measure_limits()
             if self.settings.streams.counts:
+                self._measure_limits()
                 self._measure_streams(len(tokenizer))
+                self._measure_limits()
 
     def _list_active(self) -> list[ComparedMode]:
         return [compared_mode for compared_mode in self.compared_modes if compared_mode.status == "ok"]
@@ -193,7 +196,12 @@ class Comparison:
             conversation.add_answer(answer_tokens, tokenizer.decode(answer_tokens))
 
     def _call_programs(
-        self, op: str, title: str, can_answer: Callable[[Participant], bool], arguments: Mapping[str, Any]
+        self,
+        op: str,
+        title: str,
+        can_answer: Callable[[Participant], bool],
+        arguments: Mapping[str, Any],
+        timeout: float = ANSWER_TIMEOUT,
     ) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield the label "program (weights)" and the answer of every active program that has this operation."""
         for index, participant in enumerate(self._participants):
@@ -202,7 +210,7 @@ class Comparison:
             label = f"{participant.program} ({participant.weights})"
             self.on_progress(f"{title}, {label}")
             try:
-                yield label, self._peers[index].call(op, ANSWER_TIMEOUT, **arguments)
+                yield label, self._peers[index].call(op, timeout, **arguments)
             except PeerError:
                 continue  # the program has no row in the table
 
@@ -210,7 +218,7 @@ class Comparison:
         tokens = [(7919 * i + 13) % vocabulary for i in range(context)]
         arguments = {"rows": list(rows), "context": tokens, "repeats": REPEATS}
         for label, answer in self._call_programs(
-            "verify", "cost of verification", lambda participant: participant.has_verify_op, arguments
+            "verify", "cost of verification", lambda participant: participant.has_verify_op, arguments, VERIFY_TIMEOUT
         ):
             seconds = {int(count): value for count, value in answer["seconds"].items()}
             self.costs[label] = [VerifyCost(count, value, value / seconds[1]) for count, value in seconds.items()]

@@ -143,7 +143,8 @@ class CompareBench:
         if self.comparison.limits:
             notes.append(
                 "limits: medians of reads from memory and of products in a cache, measured between the prompts; a pass "
-                "takes at least the time to read its weights, and that of their multiplications"
+                "takes at least the time to read its weights, keys and values, and that of their multiplications; with "
+                "streams in brackets how much of it is reached"
             )
         if plan.streams.counts:
             notes.append(
@@ -160,8 +161,10 @@ class CompareBench:
             build_result_table([row for row in self.rows if self.plan.questions or row.status != "ok"]),
             build_lead_table(compute_leads(self.rows)),
             build_limit_table(self._find_limits(), self.rows),
-            build_cost_table(self.comparison.costs, self._find_limits()),
-            build_streams_table(self.comparison.stream_speeds),
+            build_cost_table(self.comparison.costs, self._find_limits(), self.plan.context),
+            build_streams_table(
+                self.comparison.stream_speeds, self._find_limits(), self.plan.streams, self.plan.max_tokens
+            ),
         ]
         data = {
             "model": report.describe_model(self._model_name, self.config, self.plan.dtype),
@@ -248,28 +251,40 @@ def build_limit_table(limits: dict[str, PassLimits], rows: Sequence[compare.Comp
     return report.ReportTable("Limits of the machine", header, tuple(cells))
 
 
-def build_cost_table(costs: dict[str, list[Any]], limits: dict[str, PassLimits]) -> report.ReportTable:
-    """Build the table of pass times in milliseconds, with the ratio to a pass over one token, and their limits."""
+def build_cost_table(
+    costs: dict[str, list[Any]], limits: dict[str, PassLimits], context: int = 0
+) -> report.ReportTable:
+    """Build the table of pass times in milliseconds, with the ratio to a pass over one token, and their limits.
+
+    `context` is the number of tokens before the passes.
+    """
     counts = sorted({cost.rows for passes in costs.values() for cost in passes})
     cells: list[tuple[str, ...]] = []
     for label, passes in costs.items():
         times = [f"{1000 * c.seconds:.1f} ms ({c.ratio:.2f}x)" for c in sorted(passes, key=lambda c: c.rows)]
         cells.append((label, *times))
         if label in limits:
-            cells.append((f"limit of {label}", *(limits[label].describe(count) for count in counts)))
+            cells.append((f"limit of {label}", *(limits[label].describe(count, context) for count in counts)))
     return report.ReportTable(
         "Cost of verification", ("tokens in one pass", *(str(count) for count in counts)), tuple(cells)
     )
 
 
-def build_streams_table(speeds: Sequence[StreamSpeed]) -> report.ReportTable:
-    """Build the table of throughputs with several streams, one row per program."""
+def build_streams_table(
+    speeds: Sequence[StreamSpeed], limits: dict[str, PassLimits], streams: StreamsPlan, max_tokens: int
+) -> report.ReportTable:
+    """Build the table of throughputs with several streams: one row per program, and one below it for its limit."""
     counts = sorted({speed.streams for speed in speeds})
     cells: dict[tuple[str, str], dict[int, str]] = {}
     for speed in speeds:
         over = "" if speed.ours_over_it is None else f" ({speed.ours_over_it:.2f}x)"
         row = cells.setdefault((speed.program, speed.weights), {})
         row[speed.streams] = f"{speed.tokens_per_second:.1f}{over}"
+        limit = limits.get(f"{speed.program} ({speed.weights})")
+        if limit is not None:
+            most = limit.compute_streams_speed(speed.streams, streams.prompt_tokens, max_tokens)
+            limit_row = cells.setdefault((f"limit of {speed.program}", speed.weights), {})
+            limit_row[speed.streams] = f"{most:.1f} ({100 * speed.tokens_per_second / most:.0f} %)"
     return report.ReportTable(
         "Plain decoding by streams, tokens/s",
         ("program", "weights", *(str(count) for count in counts)),
