@@ -413,10 +413,14 @@ FAST, SLOW = wait_for_memory(0.7), wait_for_memory(1.4)
 )
 def test_memory_and_arithmetic_that_move_apart_have_their_own_prices(measured, real, load, chance):
     """Slow memory hides stairs of the arithmetic while the curve is measured. These four were 0.80, 0.66, 0.79 and 0.84
-    of the best length with one slowdown for all sizes: the size in use set it, so the other sizes kept their prices."""
-    world = SimulatedEngine(real, draft=0.05, accept=constant(chance), load=lambda step: load)
-    lengths = AdaptiveLengthPolicy(CostCurve(replace(world, curve=measured).points(ROW_COUNTS)))
-    assert run(world, lengths, 1000).speed >= 0.94 * find_best_fixed(world, 500)[1]
+    of the best length with one slowdown for all sizes: the size in use set it, so the other sizes kept their prices.
+    The mean counts, because single runs differ by 0.02."""
+    ratios = []
+    for seed in range(6):
+        world = SimulatedEngine(real, draft=0.05, accept=constant(chance), load=lambda step: load, seed=seed)
+        lengths = AdaptiveLengthPolicy(CostCurve(replace(world, curve=measured).points(ROW_COUNTS)))
+        ratios.append(run(world, lengths, 1000).speed / find_best_fixed(world, 500)[1])
+    assert sum(ratios) / len(ratios) >= 0.94
 
 
 def test_what_observing_costs_counts_towards_the_promise():

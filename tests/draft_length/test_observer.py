@@ -25,10 +25,8 @@ def start() -> StepObserver:
     """Return an observer after plain steps, which set the initial credit, and a few drafts."""
     observer = StepObserver(CostCurve([(1, 1.0), (8, 1.2)]), None)
     observer.register([DraftCandidate(0, 8)])
-    for _ in range(NUM_TRANSITION_STEPS + 1):
-        record(observer, PLAIN)
-    for _ in WARMUP_NODES[NUM_TRANSITION_STEPS + 1 :]:
-        record(observer, draft(1.2))
+    for nodes in WARMUP_NODES:
+        record(observer, draft(1.2) if nodes else PLAIN)
     assert not observer.is_warming_up
     observer.settle()
     return observer

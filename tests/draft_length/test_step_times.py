@@ -1,10 +1,13 @@
-"""Times of steps: a plain step soon after drafts is slower than plain decoding, and changes no cost."""
+"""Times of steps: plain steps soon after drafts are slower than plain decoding, and change no cost.
+
+The first drafts after a pause are slower too, which is their price and not the machine's.
+"""
 
 from foredraft.draft_length.costs import CostCurve, DraftCost
 from foredraft.draft_length.plain_run import NUM_TRANSITION_STEPS
 from foredraft.draft_length.policy import DraftOutcome, StepReport
 from foredraft.draft_length.step_costs import StepCosts
-from foredraft.draft_length.step_times import StepTimes, TimedStep
+from foredraft.draft_length.step_times import NUM_NEW_DRAFTS, StepTimes, TimedStep
 
 
 def make_plain(seconds: float) -> TimedStep:
@@ -29,3 +32,26 @@ def test_the_first_plain_steps_after_drafts_change_no_cost_and_earn_their_allowa
     assert (times.costs.slowdown, times.costs.planner.plain_cost_ratio) == (slowdown, 1.0)
     times.record(make_plain(2.0))
     assert times.costs.curve.predict(1, 1, 1, 50) > cost
+
+
+def test_the_first_drafts_after_a_pause_do_not_make_the_machine_seem_slow() -> None:
+    times = StepTimes(StepCosts(CostCurve([(1, 1.0), (8, 1.2)]), DraftCost()))
+    for _ in range(NUM_TRANSITION_STEPS + 4):
+        times.record(make_plain(1.0))
+    slowdown, pass_cost = times.costs.slowdown, times.costs.curve.predict(1, 4, 4, 200)
+    for _ in range(NUM_NEW_DRAFTS):
+        times.record(make_draft(2.0))
+        assert times.costs.slowdown == slowdown
+    assert times.costs.curve.predict(1, 4, 4, 200) > pass_cost, "their own price is learnt"
+    times.record(make_draft(2.4))
+    assert times.costs.slowdown > slowdown
+
+
+def test_a_run_of_plain_steps_does_not_make_the_next_drafts_new() -> None:
+    """Its transition steps alone are no pause."""
+    times = StepTimes(StepCosts(CostCurve([(1, 1.0), (8, 1.2)]), DraftCost()))
+    for step in [make_draft(1.2)] * (NUM_NEW_DRAFTS + 2) + [make_plain(1.0)] * NUM_TRANSITION_STEPS:
+        times.record(step)
+    slowdown = times.costs.slowdown
+    times.record(make_draft(2.4))
+    assert times.costs.slowdown > slowdown

@@ -26,7 +26,8 @@ from foredraft.draft_length.prober import Prober
 from foredraft.draft_length.probes import PROBE_NODES
 
 # Pausing and resuming
-GAIN_MARGIN = 0.01  # a predicted gain above this starts drafting; a gain below -GAIN_MARGIN pauses it
+GAIN_MARGIN = 0.01  # a predicted gain below -GAIN_MARGIN pauses drafting
+RESUMPTION_GAIN = 0.03  # a predicted gain above this resumes it: estimates are less certain then
 MAX_PAYBACK_STEPS = 100  # drafting resumes only if the gain of this many steps repays the time to catch up
 MAX_WARMUP_REQUESTS = 2  # requests that draft during warm-up
 MIN_READY_SHARE = 0.75  # of the requests: drafting resumes only if this many can draft
@@ -84,7 +85,7 @@ class AdaptiveLengthPolicy:
         """Whether the drafter observes the current step. At rest it observes for probes, if observing takes long."""
         if not self.is_resting or self.observer.credit.observing_share <= MAX_OBSERVING_SHARE:
             return True
-        return self._plan.plan.speedup > 1.0 + GAIN_MARGIN or self._probes.is_due(self.observer.step)
+        return self._plan.plan.speedup > 1.0 + RESUMPTION_GAIN or self._probes.is_due(self.observer.step)
 
     def allocate(self, candidates: Candidates, num_pass_tokens: int, attended_tokens: int = 0) -> list[int]:
         """Grant draft nodes for the next step; arguments as in `DraftLengthPolicy.allocate`."""
@@ -155,7 +156,9 @@ class AdaptiveLengthPolicy:
         return (
             self.decision.nodes == 0  # otherwise the last decision cannot be repeated
             and self._plan.can_be_kept  # this step computes no new plan
-            and (self._plan.plan.speedup <= 1.0 + GAIN_MARGIN or not self._plan.is_resumption_due)  # it does not resume
+            and (
+                self._plan.plan.speedup <= 1.0 + RESUMPTION_GAIN or not self._plan.is_resumption_due
+            )  # it does not resume
             and self.observer.step < self._probes.next_step  # no probe is due
             and self._probes.is_load_similar(num_requests)  # and none becomes due, as it would at a new load
         )
@@ -175,7 +178,7 @@ class AdaptiveLengthPolicy:
         reason: DecisionReason
         if is_drafting:
             reason = "pays"
-        elif plan.speedup > 1.0 + GAIN_MARGIN:  # drafting would pay, but `_update_mode` did not resume it
+        elif plan.speedup > 1.0 + RESUMPTION_GAIN:  # drafting would pay, but `_update_mode` did not resume it
             reason = "guard"
         else:
             reason = "does not pay"
@@ -213,7 +216,9 @@ class AdaptiveLengthPolicy:
                 observer.survival.discount_evidence()
             if not observer.is_drafting:
                 schedule.postpone(observer.step)
-        elif plan.speedup > 1.0 + GAIN_MARGIN and credit.seconds > credit.plain_step_cost and _are_ready(adjustable):
+        elif (
+            plan.speedup > 1.0 + RESUMPTION_GAIN and credit.seconds > credit.plain_step_cost and _are_ready(adjustable)
+        ):
             catch_up = observer.estimate_catch_up([c.slot for c in adjustable if plan.nodes_by_slot.get(c.slot)])
             if catch_up <= MAX_PAYBACK_STEPS * (plan.speedup - 1.0) * credit.plain_step_cost:
                 observer.is_drafting = True

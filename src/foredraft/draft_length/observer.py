@@ -16,11 +16,11 @@ from foredraft.draft_length.step_times import StepTimes, TimedStep
 from foredraft.draft_length.unread import UnreadCounter
 
 # Warm-up: the first steps, to measure costs
-WARMUP_NODES = (0, 0, 0, 0, 1, 1, 3, 3, 3)  # draft nodes per request: entry i is for step i
+WARMUP_NODES = (0,) * 8 + (1, 1, 3, 3, 3)  # draft nodes per request: entry i is for step i
 # A negative credit ends the warm-up, but not before this many steps: the first draft is slow, because the drafter reads
 # the prompt.
 MIN_WARMUP_STEPS = 4
-RESTING_STEPS = 64  # steps of a pause after which drafting rests
+RESTING_STEPS = 32  # steps of a pause after which drafting rests
 MAX_UNOBSERVED_STEPS = 15  # reports in a row that may be skipped (`_skip`)
 MAX_WAITING = 4  # reports that wait at most
 MAX_WAITING_COST = 12.0  # plain steps that they may take together: as much as the credit holds if it is ample

@@ -74,7 +74,7 @@ class Prober:
         if credit.seconds <= cost + MIN_CREDIT_AFTER_PROBE * credit.plain_step_cost:
             self.schedule.defer(self._observer.step)
         elif ready:
-            self.schedule.start(tuple(slots[:count]))
+            self.schedule.start(tuple(slots[:count]), cost / credit.plain_step_cost)
         else:
             self.schedule.wait(self._observer.step)
 

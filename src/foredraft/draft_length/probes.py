@@ -9,6 +9,7 @@ PROBE_NODES = 2  # draft nodes per request and step
 PROBE_STEPS = 4  # consecutive steps of a probe
 MIN_PROBE_INTERVAL = 32  # steps between probes; doubles after each probe that did not pay
 MAX_PROBE_INTERVAL = 256  # steps
+MAX_PROBE_SHARE = 0.02  # of the time, which probes take at most while none pays
 DEFERRAL = 16  # steps until a probe that the credit does not cover is considered again, which takes time by itself
 WAIT = 8  # steps until a probe that waits for a request that is ready is considered again
 
@@ -28,6 +29,7 @@ class ProbeSchedule:
         self.is_waiting = False
         self._steps_left = 0  # steps of the current probe that are not finished
         self._interval = MIN_PROBE_INTERVAL  # in steps
+        self._least_interval = 0  # in steps, from the price of the current probe
         self._reference_load = 0  # load that later loads are compared with
 
     def is_due(self, step: int) -> bool:
@@ -44,10 +46,15 @@ class ProbeSchedule:
             self._reference_load, self._interval = load, MIN_PROBE_INTERVAL
             self.next_step = min(self.next_step, step)
 
-    def start(self, slots: tuple[int, ...]) -> None:
-        """Start a probe of these requests in the current step."""
+    def start(self, slots: tuple[int, ...], price: float) -> None:
+        """Start a probe of these requests in the current step.
+
+        Args:
+            slots: the requests.
+            price: plain steps that the probe adds if no node is accepted.
+        """
         self.slots, self._steps_left = slots, PROBE_STEPS
-        self.is_waiting = False
+        self.is_waiting, self._least_interval = False, round(price / MAX_PROBE_SHARE)
 
     def wait(self, step: int) -> None:
         """Consider the probe again after some steps, in which requests may become ready."""
@@ -66,6 +73,8 @@ class ProbeSchedule:
         """End the current probe and set the step of the next one. The interval doubles unless the probe has paid."""
         self._interval = MIN_PROBE_INTERVAL if has_paid else min(2 * self._interval, MAX_PROBE_INTERVAL)
         self.postpone(step)
+        if not has_paid:
+            self.next_step = max(self.next_step, step + self._least_interval)
 
     def postpone(self, step: int) -> None:
         """End the current probe, if there is one, and start the next one an interval after this step."""

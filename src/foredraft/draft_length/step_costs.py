@@ -41,7 +41,9 @@ class StepCosts:
         self.curve, self.draft_cost, self.planner = self._by_kind[kind]
         self.kind = kind
 
-    def record(self, report: StepReport, longest: int, nodes: int, unread: int, newcomers: int) -> float:
+    def record(
+        self, report: StepReport, longest: int, nodes: int, unread: int, newcomers: int, is_new: bool = False
+    ) -> float:
         """Add the times of a step.
 
         Args:
@@ -50,6 +52,7 @@ class StepCosts:
             nodes: draft nodes of all requests.
             unread: tokens that the drafter read before it drafted.
             newcomers: requests that drafted for the first time.
+            is_new: drafting has just begun or resumed, so the step does not show the slowness of the machine.
 
         Returns:
             Seconds of forward pass and drafter, clipped if they are outliers.
@@ -67,7 +70,8 @@ class StepCosts:
         if predicted_pass > 0.0:
             ratio = pass_seconds / predicted_pass
             # A size that is new shows its own price, not that of the machine.
-            self.slowdown *= 1.0 + SLOWDOWN_SMOOTHING * confidence * (ratio - 1.0)
+            if not is_new:
+                self.slowdown *= 1.0 + SLOWDOWN_SMOOTHING * confidence * (ratio - 1.0)
             if not longest:
                 self.planner.plain_cost_ratio += PLAIN_COST_SMOOTHING * (ratio - self.planner.plain_cost_ratio)
         return pass_seconds + draft_seconds

@@ -10,6 +10,8 @@ from foredraft.draft_length.plain_run import NUM_TRANSITION_STEPS
 from foredraft.draft_length.policy import StepReport
 from foredraft.draft_length.step_costs import StepCosts
 
+NUM_NEW_DRAFTS = 4  # steps with drafts after a pause that do not change the slowness of the machine
+
 
 class TimedStep(NamedTuple):
     """A finished step, with what its drafter had to do."""
@@ -39,13 +41,22 @@ class StepTimes:
         self._num_transition_steps = num_transition_steps
         self.credit = TimeCredit()
         self._num_plain = 0  # plain steps since the last draft
+        self._num_drafts = 0  # steps with drafts since the last pause
 
     def record(self, step: TimedStep) -> None:
-        """Add a step to costs and credit. A plain step soon after drafts, or one of the first, changes no cost."""
+        """Add a step to costs and credit.
+
+        A plain step soon after drafts, or one of the first, changes no cost. The first drafts after a pause show what
+        they cost and not how fast the machine is: caches hold what plain decoding needs.
+        """
+        was_pause = self._num_plain > self._num_transition_steps
         self._num_plain = 0 if step.longest else self._num_plain + step.num_steps
+        if step.longest:
+            self._num_drafts = 1 if was_pause else self._num_drafts + 1
         seconds = step.report.step_time
         if step.longest or self._num_plain > self._num_transition_steps:
-            seconds = self.costs.record(step.report, step.longest, step.nodes, step.unread, step.newcomers)
+            is_new = step.longest > 0 and self._num_drafts <= NUM_NEW_DRAFTS
+            seconds = self.costs.record(step.report, step.longest, step.nodes, step.unread, step.newcomers, is_new)
         if step.report.outcomes:
             self._update_credit(step, seconds)
 

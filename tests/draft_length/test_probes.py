@@ -1,0 +1,39 @@
+"""Schedule of probes: the interval doubles while probes show nothing, and a costly probe waits longer."""
+
+import pytest
+
+from foredraft.draft_length.probes import (
+    MAX_PROBE_INTERVAL,
+    MAX_PROBE_SHARE,
+    MIN_PROBE_INTERVAL,
+    PROBE_STEPS,
+    ProbeSchedule,
+)
+
+
+def probe(schedule: ProbeSchedule, step: int, price: float, has_paid: bool = False) -> int:
+    """Run a probe from this step on, and return the steps from its end to the next one."""
+    schedule.start((0,), price)
+    for _ in range(PROBE_STEPS - 1):
+        assert not schedule.count_step()
+    assert schedule.count_step()
+    schedule.finish(step + PROBE_STEPS, has_paid)
+    return schedule.next_step - step - PROBE_STEPS
+
+
+def test_the_interval_of_a_cheap_probe_doubles_up_to_its_limit() -> None:
+    schedule = ProbeSchedule()
+    intervals = [probe(schedule, step, price=0.1) for step in range(0, 5000, 1000)]
+    assert intervals == [min(MIN_PROBE_INTERVAL * 2**i, MAX_PROBE_INTERVAL) for i in range(1, 6)]
+
+
+@pytest.mark.parametrize("price", [6.0, 40.0])
+def test_probes_that_show_nothing_take_their_share_of_the_time_at_most(price: float) -> None:
+    schedule, step = ProbeSchedule(), 0
+    for _ in range(3):
+        step += probe(schedule, step, price) + PROBE_STEPS
+    assert 3 * price <= MAX_PROBE_SHARE * step
+
+
+def test_a_probe_that_paid_is_followed_soon() -> None:
+    assert probe(ProbeSchedule(), 0, price=40.0, has_paid=True) == MIN_PROBE_INTERVAL
