@@ -38,6 +38,15 @@ figure grown_model foredraft bench grow --params 430M --out "$out/grown430"
 [ "${#others[@]}" -gt 0 ] && figure grown foredraft bench compare --model "$out/grown430" --prompts 8 --max-tokens 128 \
     --threads 2 --methods draft_model:3,ngram:8,ngram_lm:8 --spec-tokens 3 --lookup-tokens 8 "${others[@]}" \
     --quantization int8,int4 --verify-cost 1,2,4,5,8,16 --plot docs/compare-430m.png
+[ "${#others[@]}" -gt 0 ] && figure streams_grown foredraft bench compare --model "$out/grown430" --prompts 0 \
+    --methods ngram --streams 8,16,32,64 --max-tokens 32 --threads 2 --transformers none "${others[@]}"
+figure long_model python -m benchmarks.kv_dtype --write-model "$out/long"
+for context in 4000 16000 32000; do
+    for dtype in auto int8; do
+        figure "context_${context}_$dtype" foredraft bench compare --model "$out/long" --prompts 0 --methods ngram \
+            --verify-cost 1,8,64 --context $context --threads 2 --transformers none --kv-dtype $dtype
+    done
+done
 figure latency foredraft bench latency --prompts 50 --methods draft_model:2,ngram:8,ngram_lm:8 \
     --verify-cost 1,2,4,5,8,16
 figure latency_sampled foredraft bench latency --prompts 20 --methods draft_model:2,ngram:8,ngram_lm:8 \
@@ -66,4 +75,6 @@ for name in acceptance draft_length trees medusa_heads lookahead early_exit bloc
 done
 
 # docs/controller.md
-figure cells python benchmarks/controller_cells.py --short --threads 2 --out "$out/cells"
+figure pairs python benchmarks/controller_cells.py --pairs --threads 2 --out "$out/pairs"
+figure cells python benchmarks/controller_cells.py --short --threads 2 --streams 1,2,4 --out "$out/cells"
+figure controller_sim python benchmarks/controller_sim.py --steps 1500 --loads 1,4

@@ -32,20 +32,33 @@ def start() -> StepObserver:
     return observer
 
 
-def test_steps_that_waited_leave_what_steps_added_at_once_leave() -> None:
+def test_steps_of_different_sizes_that_waited_leave_what_steps_added_at_once_leave() -> None:
     one, other = start(), start()
     for i in range(10):
-        report = draft(1.2 + 0.05 * (i % 3), accepted=range(1, 1 + i % 4))
+        report = draft(1.2 + 0.05 * (i % 3), accepted=range(1, 1 + i % 4))._replace(num_pass_tokens=4 + i)
         record(one, report)
         one.settle()
         record(other, report)
-    assert one.credit.seconds != other.credit.seconds, "two steps wait"
+    assert one.credit.seconds != other.credit.seconds, "some steps wait"
     other.settle()
     assert one.credit.seconds == other.credit.seconds
     assert one.costs.slowdown == other.costs.slowdown
     assert one.costs.draft_cost.predict(1, 3, 3) == other.costs.draft_cost.predict(1, 3, 3)
     assert one.survival.estimate_survival([0], 5) == other.survival.estimate_survival([0], 5)
     assert one.unread.count([0], one.step) == other.unread.count([0], other.step)
+
+
+def test_steps_of_one_size_that_waited_count_as_many_steps_of_their_median_time() -> None:
+    one, other, seconds = start(), start(), [1.1, 1.2, 1.9]
+    for i, step_time in enumerate(seconds):
+        report = draft(step_time, accepted=range(1, 1 + i))
+        record(one, report._replace(step_time=1.2))
+        record(other, report)
+    one.settle()
+    other.settle()
+    assert other.credit.seconds == one.credit.seconds
+    assert other.costs.slowdown == one.costs.slowdown
+    assert other.survival.estimate_survival([0], 5) == one.survival.estimate_survival([0], 5)
 
 
 def test_at_most_a_few_steps_wait() -> None:

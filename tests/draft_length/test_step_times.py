@@ -3,21 +3,23 @@
 The first drafts after a pause are slower too, which is their price and not the machine's.
 """
 
+import pytest
+
 from foredraft.draft_length.costs import CostCurve, DraftCost
 from foredraft.draft_length.plain_run import NUM_TRANSITION_STEPS
 from foredraft.draft_length.policy import DraftOutcome, StepReport
 from foredraft.draft_length.step_costs import StepCosts
-from foredraft.draft_length.step_times import NUM_NEW_DRAFTS, StepTimes, TimedStep
+from foredraft.draft_length.step_times import NUM_NEW_DRAFTS, StepTimes, TimedStep, merge_equal_steps
 
 
 def make_plain(seconds: float) -> TimedStep:
     report = StepReport(1, 1, 1, 50, 0.0, seconds, (DraftOutcome(0, 0, 0),))
-    return TimedStep(report, 0, 0, 0, 0, has_fixed=False)
+    return TimedStep(report, 0, 0, 0, 0, has_fixed=False, num_accepted=0)
 
 
 def make_draft(seconds: float) -> TimedStep:
     report = StepReport(1, 4, 4, 200, 0.1, seconds, (DraftOutcome(0, 3, 3, (1,)),))
-    return TimedStep(report, 3, 3, 0, 0, has_fixed=False)
+    return TimedStep(report, 3, 3, 0, 0, has_fixed=False, num_accepted=1)
 
 
 def test_the_first_plain_steps_after_drafts_change_no_cost_and_earn_their_allowance() -> None:
@@ -55,3 +57,24 @@ def test_a_run_of_plain_steps_does_not_make_the_next_drafts_new() -> None:
     slowdown = times.costs.slowdown
     times.record(make_draft(2.4))
     assert times.costs.slowdown > slowdown
+
+
+def test_steps_of_one_size_become_one_and_others_keep_their_order() -> None:
+    longer = make_draft(1.5)._replace(longest=4)
+    steps = [make_draft(1.0), longer, make_draft(1.4)._replace(num_accepted=3), make_draft(9.0), make_plain(1.0)]
+    merged = merge_equal_steps(steps)
+    assert [(step.num_equal, step.report.step_time) for step in merged] == [(3, 1.4), (1, 1.5), (1, 1.0)]
+    assert merged[0].num_accepted == (1 + 3 + 1) / 3
+    assert merged[1:] == [longer, steps[-1]]
+
+
+def test_a_merged_step_earns_what_its_steps_earn() -> None:
+    one, other = (StepTimes(StepCosts(CostCurve([(1, 1.0), (8, 1.2)]), DraftCost())) for _ in range(2))
+    for times in (one, other):
+        for _ in range(NUM_TRANSITION_STEPS + 2):
+            times.record(make_plain(1.0))
+    before = one.credit.seconds
+    one.record(make_draft(1.3))
+    (merged,) = merge_equal_steps([make_draft(1.3)] * 3)
+    other.record(merged)
+    assert other.credit.seconds - before == pytest.approx(3 * (one.credit.seconds - before))

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from foredraft.draft_length.policy import DraftCandidate
 
-HOLD_INTERVAL = 4  # decisions are made in steps that are multiples of this, and whenever the batch changes
+HOLD_INTERVAL = 8  # decisions are made in steps that are multiples of this, and whenever the batch changes
 
 
 class HeldDecision:

@@ -12,7 +12,7 @@ from foredraft.draft_length.credit import TimeCredit
 from foredraft.draft_length.plain_run import NUM_TRANSITION_STEPS
 from foredraft.draft_length.policy import DraftCandidate, StepReport
 from foredraft.draft_length.step_costs import StepCosts
-from foredraft.draft_length.step_times import StepTimes, TimedStep
+from foredraft.draft_length.step_times import StepTimes, TimedStep, merge_equal_steps
 from foredraft.draft_length.unread import UnreadCounter
 
 # Warm-up: the first steps, to measure costs
@@ -22,7 +22,7 @@ WARMUP_NODES = (0,) * 8 + (1, 1, 3, 3, 3)  # draft nodes per request: entry i is
 MIN_WARMUP_STEPS = 4
 RESTING_STEPS = 32  # steps of a pause after which drafting rests
 MAX_UNOBSERVED_STEPS = 15  # reports in a row that may be skipped (`_skip`)
-MAX_WAITING = 4  # reports that wait at most
+MAX_WAITING = 8  # reports that wait at most
 MAX_WAITING_COST = 12.0  # plain steps that they may take together: as much as the credit holds if it is ample
 
 
@@ -160,9 +160,11 @@ class StepObserver:
 
     def settle(self) -> None:
         """Evaluate the reports that wait, before a decision that depends on them."""
-        for finished in self._waiting:
-            self._evaluate(finished)
-        self._waiting.clear()
+        if self._waiting:
+            steps = [self._record_outcomes(finished) for finished in self._waiting]
+            self._waiting.clear()
+            for step in merge_equal_steps(steps) if len(steps) > 1 else steps:
+                self._times.record(step)
 
     def _can_wait(self, report: StepReport, longest: int) -> bool:
         """Return whether no decision depends on the newest report at once, and the time credit covers all that wait.
@@ -176,13 +178,13 @@ class StepObserver:
         has_predictions = any(o.confidences for o in report.outcomes)
         return self.credit.is_ample and waiting_seconds <= max_seconds and not has_predictions
 
-    def _evaluate(self, finished: FinishedStep) -> None:
-        """Update costs, time credit, survival and unread tokens."""
+    def _record_outcomes(self, finished: FinishedStep) -> TimedStep:
+        """Update survival and unread tokens, and return the step, which costs and time credit are updated from."""
         report, longest, step, has_fixed, num_steps = finished
         slots = [o.slot for o in report.outcomes if o.granted_nodes > 0]  # requests that were granted a draft
         nodes = sum([o.num_drafted for o in report.outcomes])
+        num_accepted = sum([len(o.accepted_nodes) for o in report.outcomes])
         unread, newcomers = self.unread.count(slots, step)
-        self._times.record(TimedStep(report, longest, nodes, unread, newcomers, has_fixed, num_steps))
         survival = self.survival
         for o in report.outcomes:
             if o.granted_nodes > 0:
@@ -192,6 +194,7 @@ class StepObserver:
                 survival.record_idle(o.slot, num_steps)
         if not longest:
             survival.record_pause(num_steps)
+        return TimedStep(report, longest, nodes, unread, newcomers, has_fixed, num_accepted, num_steps)
 
     def _skip(self) -> bool:
         """Skip the report of a step without drafts, to save time, if drafting is paused or there was no candidate.

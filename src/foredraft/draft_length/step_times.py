@@ -3,6 +3,8 @@
 Pure: no clock. All times are in seconds.
 """
 
+from collections.abc import Sequence
+from statistics import median
 from typing import NamedTuple
 
 from foredraft.draft_length.credit import TimeCredit
@@ -22,7 +24,39 @@ class TimedStep(NamedTuple):
     unread: int  # tokens that the drafter read before it drafted
     newcomers: int  # requests that drafted for the first time
     has_fixed: bool  # drafts of fixed or least length
+    num_accepted: float  # accepted draft nodes of all requests
     num_steps: int = 1  # steps since the last one that was recorded
+    num_equal: int = 1  # steps of this size that it stands for
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        """Whatever the cost of the step depends on, but for the context, which hardly changes between two steps."""
+        report = self.report
+        return (
+            report.num_requests, report.num_pass_tokens, report.num_logit_rows, len(report.outcomes),
+            report.is_observed, self.longest, self.nodes, self.unread, self.newcomers, self.has_fixed,
+        )  # fmt: skip
+
+
+def merge_equal_steps(steps: Sequence[TimedStep]) -> list[TimedStep]:
+    """Replace steps with drafts of one size by one with their median times, which is evaluated in their place.
+
+    Evaluating a step takes longer than all else that is done for it.
+    """
+    groups = dict[tuple[int, ...], list[TimedStep]]()
+    for step in steps:
+        groups.setdefault(step.size, []).append(step)
+    return [_merge(group) if len(group) > 1 else group[0] for group in groups.values()]
+
+
+def _merge(steps: Sequence[TimedStep]) -> TimedStep:
+    last = steps[-1]
+    report = last.report._replace(
+        draft_time=median([step.report.draft_time for step in steps]),
+        step_time=median([step.report.step_time for step in steps]),
+    )
+    num_accepted = sum([step.num_accepted for step in steps]) / len(steps)
+    return last._replace(report=report, num_accepted=num_accepted, num_equal=len(steps))
 
 
 class StepTimes:
@@ -52,7 +86,7 @@ class StepTimes:
         was_pause = self._num_plain > self._num_transition_steps
         self._num_plain = 0 if step.longest else self._num_plain + step.num_steps
         if step.longest:
-            self._num_drafts = 1 if was_pause else self._num_drafts + 1
+            self._num_drafts = step.num_equal if was_pause else self._num_drafts + step.num_equal
         seconds = step.report.step_time
         if step.longest or self._num_plain > self._num_transition_steps:
             is_new = step.longest > 0 and self._num_drafts <= NUM_NEW_DRAFTS
@@ -67,13 +101,12 @@ class StepTimes:
             step: the step.
             seconds: time of forward pass and drafter, clipped if it is an outlier.
         """
-        outcomes = step.report.outcomes
         plain_step_cost, cost_without_drafts = self.costs.predict_without_drafts(step.report, step.nodes)
         observing = self.costs.estimate_observing(step.report)
         if step.longest and not step.has_fixed:
             # Each accepted token saves one request's share of a later plain step.
-            num_accepted = sum([len(o.accepted_nodes) for o in outcomes])
-            saved_later = num_accepted * plain_step_cost / len(outcomes)
-            self.credit.record_step(plain_step_cost, cost_without_drafts, seconds, saved_later, observing)
+            saved_later = step.num_accepted * plain_step_cost / len(step.report.outcomes)
+            for _ in range(step.num_equal):
+                self.credit.record_step(plain_step_cost, cost_without_drafts, seconds, saved_later, observing)
         else:
             self.credit.record_step(plain_step_cost, cost_without_drafts, observing=observing)
