@@ -18,7 +18,7 @@ format:
 
 # With a GPU the invariants run on it too.
 test:
-	$(PYTHON) -m pytest -n 2 -m "not soak and not rest and not wide" --durations=60 --durations-min=3
+	$(PYTHON) -m pytest -n 2 -m "not soak and not rest and not wide"
 	@if $(PYTHON) -c 'import torch; raise SystemExit(not torch.cuda.is_available())'; then \
 	  FOREDRAFT_TEST_DEVICE=cuda $(PYTHON) -m pytest tests/invariants -m "not soak and not rest and not wide"; fi
 

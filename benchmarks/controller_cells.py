@@ -10,8 +10,8 @@ the same requests. Its engines serve all numbers of streams, one after the other
 file stays in FOLDER. A run whose file exists is not repeated, so an interrupted table goes on where it stopped. --table
 measures nothing and prints the table of the files. No other program should run on the machine.
 
---pairs measures plain decoding and the adaptive length alone, so that a cell of 15 seconds has several times as many
-rounds, and prints the quartiles of auto / plain over them.
+--pairs measures plain decoding and the adaptive length alone, so that a cell of 10 seconds has more rounds, and prints
+the quartiles of auto / plain over them.
 
 The goals are those of docs/controller.md: auto / plain of at least 0.97 in every cell, and auto / best of at least 0.95
 up to 4 streams. Plain decoding has no drafter, so nothing is observed.
@@ -40,7 +40,7 @@ class RunSize:
 
 FULL = RunSize(3.0, "--prompts 96 --prompt-tokens 64 --max-tokens 96 --least 8 --waves 3 --rounds 21 --fixed 1,2,4,8")
 SHORT = RunSize(0.25, "--prompts 48 --prompt-tokens 64 --max-tokens 48 --least 8 --waves 2 --rounds 9 --fixed 1,2,4,8")
-PAIRS = RunSize(0.25, "--prompts 48 --prompt-tokens 64 --max-tokens 48 --least 8 --waves 2 --rounds 60")
+PAIRS = RunSize(1 / 6, "--prompts 48 --prompt-tokens 64 --max-tokens 48 --least 8 --waves 2 --rounds 60")
 QUICK = RunSize(0.1, "--prompts 8 --prompt-tokens 16 --max-tokens 24 --least 2 --waves 1 --rounds 2 --fixed 2,4")
 MIN_OVER_PLAIN, MIN_OVER_BEST, FEW_STREAMS = 0.97, 0.95, 4
 
@@ -137,7 +137,7 @@ def main() -> None:
     parser.add_argument("--spec-model", help="draft model of draft_model; default: the built-in one")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--short", action="store_true", help="15 seconds per cell instead of 3 minutes")
-    parser.add_argument("--pairs", action="store_true", help="15 seconds per cell, without fixed lengths")
+    parser.add_argument("--pairs", action="store_true", help="10 seconds per cell, without fixed lengths")
     parser.add_argument("--quick", action="store_true", help="a few seconds per cell, to try the script")
     parser.add_argument("--table", action="store_true", help="print the table of the files in --out alone")
     options = parser.parse_args()

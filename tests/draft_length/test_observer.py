@@ -25,11 +25,24 @@ def start() -> StepObserver:
     """Return an observer after plain steps, which set the initial credit, and a few drafts."""
     observer = StepObserver(CostCurve([(1, 1.0), (8, 1.2)]), None)
     observer.register([DraftCandidate(0, 8)])
-    for nodes in WARMUP_NODES:
-        record(observer, draft(1.2) if nodes else PLAIN)
+    while observer.is_warming_up:
+        record(observer, draft(1.2) if WARMUP_NODES[observer.warmup_step] else PLAIN)
     assert not observer.is_warming_up
     observer.settle()
     return observer
+
+
+@pytest.mark.parametrize(("requests", "plain_steps"), [(1, 4), (2, 4), (3, 8), (16, 8)])
+def test_the_start_has_more_plain_steps_with_many_requests(requests: int, plain_steps: int) -> None:
+    observer = StepObserver(None, None)
+    observer.register([DraftCandidate(slot, 8) for slot in range(requests)])
+    outcomes = tuple(DraftOutcome(slot, 0, 0) for slot in range(requests))
+    steps = 0
+    while not WARMUP_NODES[observer.warmup_step]:
+        observer.begin_step(requests, has_fixed=False)
+        observer.record_step(StepReport(requests, requests, requests, 50, 0.0, 1.0, outcomes))
+        steps += 1
+    assert steps == plain_steps
 
 
 def test_steps_of_different_sizes_that_waited_leave_what_steps_added_at_once_leave() -> None:

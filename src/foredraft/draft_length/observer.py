@@ -17,6 +17,9 @@ from foredraft.draft_length.unread import UnreadCounter
 
 # Warm-up: the first steps, to measure costs
 WARMUP_NODES = (0,) * 8 + (1, 1, 3, 3, 3)  # draft nodes per request: entry i is for step i
+# The first steps of an engine are slow. With few requests drafts pay nearly always, and an output may be short, so
+# fewer of them are plain.
+FEW_REQUESTS, FEW_PLAIN_STEPS = 2, 4
 # A negative credit ends the warm-up, but not before this many steps: the first draft is slow, because the drafter reads
 # the prompt.
 MIN_WARMUP_STEPS = 4
@@ -154,6 +157,8 @@ class StepObserver:
         self.steps_since_plain = self.steps_since_plain + 1 if longest else 0
         if self.warmup_step < len(WARMUP_NODES) and outcomes:
             self.warmup_step += 1
+            if self.warmup_step == FEW_PLAIN_STEPS and len(outcomes) <= FEW_REQUESTS:
+                self.warmup_step = WARMUP_NODES.count(0)
             if self.credit.seconds < 0.0 and self.warmup_step >= MIN_WARMUP_STEPS:
                 self.end_warmup()
         self.step += 1
