@@ -29,11 +29,16 @@ def test_early_runs_come_at_doubling_intervals() -> None:
     assert take_steps(PlainRun(), 4, len(expected), 1000.0) == expected
 
 
-def test_a_load_that_more_than_doubles_begins_with_a_run_and_one_that_falls_with_drafts() -> None:
+def test_a_load_that_doubles_begins_with_a_run_and_one_that_falls_with_drafts() -> None:
     run = PlainRun()
     take_steps(run, 4, 200, 1000.0)
-    assert not run.adapt_to_load(8), "twice the load is similar"
-    assert run.adapt_to_load(9)
-    assert take_steps(run, 9, FIRST_RUN_STEPS + len(FIRST), 1000.0) == [True] * FIRST_RUN_STEPS + FIRST
-    assert not run.adapt_to_load(4)
-    assert take_steps(run, 4, len(FIRST), 1000.0) == FIRST
+    assert not run.adapt_to_load(7)
+    assert run.adapt_to_load(8)
+    assert take_steps(run, 8, FIRST_RUN_STEPS + len(FIRST), 1000.0) == [True] * FIRST_RUN_STEPS + FIRST
+    assert not run.adapt_to_load(3)
+    assert take_steps(run, 3, len(FIRST), 1000.0) == FIRST
+
+
+def test_a_load_that_swings_between_one_and_twice_begins_one_run() -> None:
+    run = PlainRun()
+    assert [run.adapt_to_load(load) for load in (4, 8, 4, 8, 4, 8)] == [False, True, False, False, False, False]

@@ -13,7 +13,7 @@ INITIAL_CREDIT_STEPS = 14.0  # credit at the start, in plain steps
 MAX_CREDIT_STEPS = 24.0
 MAX_COST_DECAY = 0.99  # factor per step on the cost of the costliest recent step, so that it is forgotten
 AMPLE_CREDIT_STEPS = MAX_CREDIT_STEPS / 2  # credit, in plain steps, from which the length of a draft is not limited
-NEW_LOAD_STEPS = 8.0  # credit, in plain steps, that is kept at a load more than twice as large
+NEW_LOAD_STEPS = 8.0  # credit, in plain steps, that is kept at a load twice as large or larger
 MIN_AVAILABLE_STEPS = 2.0  # plain steps of credit that always count as available, so that short drafts stay possible
 MAX_LOAN_STEPS = MAX_CREDIT_STEPS / 2  # upper limit on a loan, in plain steps
 

@@ -23,12 +23,12 @@ class PlainRun:
         self._load = 0  # reference load, in requests whose draft length may change
 
     def adapt_to_load(self, load: int) -> bool:
-        """Begin anew if the load is more than twice or less than half of the reference, and return whether it grew.
+        """Begin anew if the load is at least twice or less than half of the reference, and return whether it grew.
 
         Args:
             load: requests whose draft length may change.
         """
-        if self._load / 2 <= load <= self._load * 2:
+        if self._load / 2 <= load < self._load * 2:
             return False
         has_grown = 0 < self._load < load
         self._left = FIRST_RUN_STEPS if has_grown else 0
