@@ -11,13 +11,13 @@ from foredraft.draft_length.probes import (
 )
 
 
-def probe(schedule: ProbeSchedule, step: int, price: float, has_paid: bool = False) -> int:
+def probe(schedule: ProbeSchedule, step: int, price: float, has_paid: bool = False, is_hopeless: bool = True) -> int:
     """Run a probe from this step on, and return the steps from its end to the next one."""
     schedule.start((0,), price)
     for _ in range(PROBE_STEPS - 1):
         assert not schedule.count_step()
     assert schedule.count_step()
-    schedule.finish(step + PROBE_STEPS, has_paid)
+    schedule.finish(step + PROBE_STEPS, has_paid, is_hopeless)
     return schedule.next_step - step - PROBE_STEPS
 
 
@@ -33,6 +33,10 @@ def test_probes_that_show_nothing_take_their_share_of_the_time_at_most(price: fl
     for _ in range(3):
         step += probe(schedule, step, price) + PROBE_STEPS
     assert 3 * price <= MAX_PROBE_SHARE * step
+
+
+def test_a_costly_probe_does_not_wait_while_drafts_nearly_pay() -> None:
+    assert probe(ProbeSchedule(), 0, price=40.0, is_hopeless=False) == 2 * MIN_PROBE_INTERVAL
 
 
 def test_a_probe_that_paid_is_followed_soon() -> None:

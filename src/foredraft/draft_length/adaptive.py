@@ -27,7 +27,7 @@ from foredraft.draft_length.probes import PROBE_NODES
 
 # Pausing and resuming
 GAIN_MARGIN = 0.01  # a predicted gain below -GAIN_MARGIN pauses drafting
-RESUMPTION_GAIN = 0.03  # a predicted gain above this resumes it: estimates are less certain then
+RESUMPTION_GAIN = 0.02  # a predicted gain above this resumes it: estimates are less certain then
 MAX_PAYBACK_STEPS = 100  # drafting resumes only if the gain of this many steps repays the time to catch up
 MAX_WARMUP_REQUESTS = 2  # requests that draft during warm-up
 MIN_READY_SHARE = 0.75  # of the requests: drafting resumes only if this many can draft
@@ -195,7 +195,7 @@ class AdaptiveLengthPolicy:
         elif is_drafting and observer.step % LONG_DRAFT_INTERVAL == LONG_DRAFT_INTERVAL // 2:  # a quarter shorter
             granted = {slot: max(nodes - (nodes + 3) // 4, min(nodes, 1)) for slot, nodes in granted.items()}
         was_probing = bool(self._probes.slots)
-        probed = self._prober.update(adjustable, granted, num_pass_tokens)
+        probed = self._prober.update(adjustable, granted, num_pass_tokens, plan.speedup)
         if was_probing and not probed:
             self._plan.expire()  # the next step compares what the probe has shown
         if probed:

@@ -23,7 +23,7 @@ FEW_REQUESTS, FEW_PLAIN_STEPS = 2, 4
 # A negative credit ends the warm-up, but not before this many steps: the first draft is slow, because the drafter reads
 # the prompt.
 MIN_WARMUP_STEPS = 4
-RESTING_STEPS = 32  # steps of a pause after which drafting rests
+RESTING_STEPS = 64  # steps of a pause after which drafting rests
 MAX_UNOBSERVED_STEPS = 15  # reports in a row that may be skipped (`_skip`)
 MAX_WAITING = 8  # reports that wait at most
 MAX_WAITING_COST = 12.0  # plain steps that they may take together: as much as the credit holds if it is ample

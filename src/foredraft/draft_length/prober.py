@@ -7,6 +7,7 @@ from foredraft.draft_length.policy import DraftCandidate
 from foredraft.draft_length.probes import PROBE_NODES, PROBE_STEPS, ProbeSchedule
 
 PROBE_COST_FACTOR = 1.5  # a probe of several requests may cost this many times as much as a probe of one
+MAX_HOPELESS_SPEEDUP = 0.95  # predicted speed of drafts over plain decoding below which a costly probe waits longer
 MIN_CREDIT_AFTER_PROBE = 2  # plain steps of credit that remain if no node of the probe is accepted
 
 
@@ -25,7 +26,7 @@ class Prober:
         self._observer = observer
 
     def update(
-        self, adjustable: Sequence[DraftCandidate], granted: Mapping[int, int], num_pass_tokens: int
+        self, adjustable: Sequence[DraftCandidate], granted: Mapping[int, int], num_pass_tokens: int, speedup: float
     ) -> tuple[int, ...]:
         """Start a probe of requests without drafts if one is due and the credit covers it; end one that is over.
 
@@ -36,6 +37,7 @@ class Prober:
             adjustable: requests whose draft length may change.
             granted: draft nodes by slot without a probe.
             num_pass_tokens: tokens of the forward pass without draft nodes.
+            speedup: predicted speed of drafts over plain decoding.
 
         Returns:
             Slots of the requests of the probe in this step; empty without a probe.
@@ -47,7 +49,8 @@ class Prober:
                 return schedule.slots
             # The probe has paid if the plan now grants drafts to a probed request. If the policy has just decided not
             # to resume drafting, `granted` is empty.
-            schedule.finish(step, has_paid=any(granted.get(slot, 0) for slot in schedule.slots))
+            has_paid = any(granted.get(slot, 0) for slot in schedule.slots)
+            schedule.finish(step, has_paid, is_hopeless=speedup < MAX_HOPELESS_SPEEDUP)
         schedule.adapt_to_load(len(adjustable), step)
         if step < schedule.next_step:
             return ()

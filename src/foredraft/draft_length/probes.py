@@ -9,7 +9,7 @@ PROBE_NODES = 2  # draft nodes per request and step
 PROBE_STEPS = 4  # consecutive steps of a probe
 MIN_PROBE_INTERVAL = 32  # steps between probes; doubles after each probe that did not pay
 MAX_PROBE_INTERVAL = 256  # steps
-MAX_PROBE_SHARE = 0.02  # of the time, which probes take at most while none pays
+MAX_PROBE_SHARE = 0.02  # of the time, which probes take at most while drafts are far from paying
 DEFERRAL = 16  # steps until a probe that the credit does not cover is considered again, which takes time by itself
 WAIT = 8  # steps until a probe that waits for a request that is ready is considered again
 
@@ -69,11 +69,17 @@ class ProbeSchedule:
         self._steps_left -= 1
         return self._steps_left == 0
 
-    def finish(self, step: int, has_paid: bool) -> None:
-        """End the current probe and set the step of the next one. The interval doubles unless the probe has paid."""
+    def finish(self, step: int, has_paid: bool, is_hopeless: bool = False) -> None:
+        """End the current probe and set the step of the next one. The interval doubles unless the probe has paid.
+
+        Args:
+            step: the next step.
+            has_paid: a probed request drafts from now on.
+            is_hopeless: drafts are far from paying, so the next probe waits until its price is a small share.
+        """
         self._interval = MIN_PROBE_INTERVAL if has_paid else min(2 * self._interval, MAX_PROBE_INTERVAL)
         self.postpone(step)
-        if not has_paid:
+        if is_hopeless and not has_paid:
             self.next_step = max(self.next_step, step + self._least_interval)
 
     def postpone(self, step: int) -> None:
