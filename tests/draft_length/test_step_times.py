@@ -49,8 +49,7 @@ def test_the_first_drafts_after_a_pause_do_not_make_the_machine_seem_slow() -> N
     assert times.costs.slowdown > slowdown
 
 
-def test_a_run_of_plain_steps_does_not_make_the_next_drafts_new() -> None:
-    """Its transition steps alone are no pause."""
+def test_transition_steps_alone_do_not_make_the_next_drafts_new() -> None:
     times = StepTimes(StepCosts(CostCurve([(1, 1.0), (8, 1.2)]), DraftCost()))
     for step in [make_draft(1.2)] * (NUM_NEW_DRAFTS + 2) + [make_plain(1.0)] * NUM_TRANSITION_STEPS:
         times.record(step)
@@ -68,13 +67,27 @@ def test_steps_of_one_size_become_one_and_others_keep_their_order() -> None:
     assert merged[1:] == [longer, steps[-1]]
 
 
-def test_a_merged_step_earns_what_its_steps_earn() -> None:
+def test_drafts_that_were_merged_right_after_a_pause_are_new() -> None:
+    times = StepTimes(StepCosts(CostCurve([(1, 1.0), (8, 1.2)]), DraftCost()))
+    for _ in range(NUM_TRANSITION_STEPS + 4):
+        times.record(make_plain(1.0))
+    slowdown = times.costs.slowdown
+    (merged,) = merge_equal_steps([make_draft(2.0)] * (NUM_NEW_DRAFTS + 3))
+    times.record(merged)
+    assert times.costs.slowdown == slowdown
+    times.record(make_draft(2.4))
+    assert times.costs.slowdown > slowdown
+
+
+@pytest.mark.parametrize("has_fixed", [False, True])
+def test_a_merged_step_earns_what_its_steps_earn(has_fixed: bool) -> None:
     one, other = (StepTimes(StepCosts(CostCurve([(1, 1.0), (8, 1.2)]), DraftCost())) for _ in range(2))
     for times in (one, other):
         for _ in range(NUM_TRANSITION_STEPS + 2):
             times.record(make_plain(1.0))
     before = one.credit.seconds
-    one.record(make_draft(1.3))
-    (merged,) = merge_equal_steps([make_draft(1.3)] * 3)
+    draft = make_draft(1.3)._replace(has_fixed=has_fixed)
+    one.record(draft)
+    (merged,) = merge_equal_steps([draft] * 3)
     other.record(merged)
     assert other.credit.seconds - before == pytest.approx(3 * (one.credit.seconds - before))

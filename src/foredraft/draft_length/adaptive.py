@@ -156,9 +156,8 @@ class AdaptiveLengthPolicy:
         return (
             self.decision.nodes == 0  # otherwise the last decision cannot be repeated
             and self._plan.can_be_kept  # this step computes no new plan
-            and (
-                self._plan.plan.speedup <= 1.0 + RESUMPTION_GAIN or not self._plan.is_resumption_due
-            )  # it does not resume
+            # it does not resume
+            and (self._plan.plan.speedup <= 1.0 + RESUMPTION_GAIN or not self._plan.is_resumption_due)
             and self.observer.step < self._probes.next_step  # no probe is due
             and self._probes.is_load_similar(num_requests)  # and none becomes due, as it would at a new load
         )

@@ -83,13 +83,13 @@ class StepTimes:
         A plain step soon after drafts, or one of the first, changes no cost. The first drafts after a pause show what
         they cost and not how fast the machine is: caches hold what plain decoding needs.
         """
-        was_pause = self._num_plain > self._num_transition_steps
+        if step.longest and self._num_plain > self._num_transition_steps:
+            self._num_drafts = 0
+        is_new = step.longest > 0 and self._num_drafts < NUM_NEW_DRAFTS
+        self._num_drafts += step.num_equal if step.longest else 0
         self._num_plain = 0 if step.longest else self._num_plain + step.num_steps
-        if step.longest:
-            self._num_drafts = step.num_equal if was_pause else self._num_drafts + step.num_equal
         seconds = step.report.step_time
         if step.longest or self._num_plain > self._num_transition_steps:
-            is_new = step.longest > 0 and self._num_drafts <= NUM_NEW_DRAFTS
             seconds = self.costs.record(step.report, step.longest, step.nodes, step.unread, step.newcomers, is_new)
         if step.report.outcomes:
             self._update_credit(step, seconds)
@@ -103,10 +103,9 @@ class StepTimes:
         """
         plain_step_cost, cost_without_drafts = self.costs.predict_without_drafts(step.report, step.nodes)
         observing = self.costs.estimate_observing(step.report)
-        if step.longest and not step.has_fixed:
-            # Each accepted token saves one request's share of a later plain step.
-            saved_later = step.num_accepted * plain_step_cost / len(step.report.outcomes)
-            for _ in range(step.num_equal):
-                self.credit.record_step(plain_step_cost, cost_without_drafts, seconds, saved_later, observing)
-        else:
-            self.credit.record_step(plain_step_cost, cost_without_drafts, observing=observing)
+        is_chosen = step.longest > 0 and not step.has_fixed
+        # Each accepted token saves one request's share of a later plain step.
+        saved_later = step.num_accepted * plain_step_cost / len(step.report.outcomes) if is_chosen else 0.0
+        step_seconds = seconds if is_chosen else None
+        for _ in range(step.num_equal):
+            self.credit.record_step(plain_step_cost, cost_without_drafts, step_seconds, saved_later, observing)
