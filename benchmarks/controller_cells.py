@@ -2,7 +2,7 @@
 
     python benchmarks/controller_cells.py --out FOLDER [--methods draft_model,eagle3] [--temperatures 0,1]
                                           [--streams 1,2,4,8,16,32,64] [--model MODEL --spec-model DRAFT]
-                                          [--short | --pairs | --quick] [--table]
+                                          [--short | --pairs | --quick] [--minutes MINUTES] [--table]
 
 A cell is a method, a temperature and a number of streams. The cells of a method and a temperature are one run of
 `foredraft bench load`, which measures an engine without a drafter, the adaptive length and fixed lengths in turn for
@@ -11,7 +11,8 @@ file stays in FOLDER. A run whose file exists is not repeated, so an interrupted
 measures nothing and prints the table of the files. No other program should run on the machine.
 
 --pairs measures plain decoding and the adaptive length alone, so that a cell of 10 seconds has more rounds, and prints
-the quartiles of auto / plain over them.
+the quartiles of auto / plain over them. --minutes sets another time per cell. In a cell of seconds the start of an
+engine and of a load, in which lengths are not known yet, is a larger part of the time.
 
 The goals are those of docs/controller.md: auto / plain of at least 0.97 in every cell, and auto / best of at least 0.95
 up to 4 streams. Plain decoding has no drafter, so nothing is observed.
@@ -69,7 +70,7 @@ def measure_run(run: ControllerRun, options: argparse.Namespace) -> None:
     target = run.find_file(options.out)
     partial = target.with_suffix(".partial")
     size = QUICK if options.quick else PAIRS if options.pairs else SHORT if options.short else FULL
-    minutes = size.minutes * len(options.streams.split(","))
+    minutes = (options.minutes or size.minutes) * len(options.streams.split(","))
     arguments = [*size.arguments.split(), "--minutes", f"{minutes:.2f}", "--json", str(partial), "--more", ""]
     arguments += ["--fixed", ""] if options.pairs else []
     arguments += ["--method", run.method, "--temperature", run.temperature, "--concurrency", options.streams]
@@ -139,6 +140,7 @@ def main() -> None:
     parser.add_argument("--short", action="store_true", help="15 seconds per cell instead of 3 minutes")
     parser.add_argument("--pairs", action="store_true", help="10 seconds per cell, without fixed lengths")
     parser.add_argument("--quick", action="store_true", help="a few seconds per cell, to try the script")
+    parser.add_argument("--minutes", type=float, help="minutes per cell; default: 3, or those of the options above")
     parser.add_argument("--table", action="store_true", help="print the table of the files in --out alone")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)

@@ -320,6 +320,20 @@ def test_the_next_request_of_a_slot_has_a_plan_of_its_own_at_once():
     assert all(lengths.allocate(candidates, 2))
 
 
+@pytest.mark.parametrize(("load", "is_planned_anew"), [(1, True), (4, True), (8, False)])
+def test_a_pause_for_what_few_requests_accepted_ends_with_a_request(load, is_planned_anew):
+    lengths, _ = simulate(SimulatedEngine(accept=constant(0.8), load=lambda step: load), 300)
+    candidates = [DraftCandidate(slot, 8) for slot in range(load)]
+    while lengths.observer.is_drafting:
+        granted = lengths.allocate(candidates, load)
+        outcomes = tuple(DraftOutcome(slot, nodes, nodes) for slot, nodes in enumerate(granted))
+        rows = load + sum(granted)
+        lengths.record_step(StepReport(load, rows, rows, 50 * rows, 0.1, 2.0, outcomes))
+    assert lengths.repeat_none(load, {0})
+    lengths.forget([0])
+    assert lengths.repeat_none(load, {0}) != is_planned_anew
+
+
 def test_forgotten_slots_leave_nothing():
     world = SimulatedEngine(bend, draft=0.1, load=lambda step: 4, life=40, accept=constant(0.6))
     lengths, _ = simulate(world, 400)

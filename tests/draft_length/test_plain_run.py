@@ -1,14 +1,21 @@
 """Runs of plain steps: whole once begun, early at the start and at another load, and then after the interval."""
 
-from foredraft.draft_length.plain_run import FIRST_INTERVAL, FIRST_RUN_STEPS, RUN_STEPS, PlainRun
+from foredraft.draft_length.plain_run import (
+    CLEAR_GAIN,
+    CLEAR_INTERVAL,
+    FIRST_INTERVAL,
+    FIRST_RUN_STEPS,
+    RUN_STEPS,
+    PlainRun,
+)
 
 
-def take_steps(run: PlainRun, load: int, num_steps: int, interval: float) -> list[bool]:
+def take_steps(run: PlainRun, load: int, num_steps: int, interval: float, gain: float = 0.1) -> list[bool]:
     taken: list[bool] = []
     since_plain = 0
     for _ in range(num_steps):
         run.adapt_to_load(load)
-        taken.append(run.take_step(since_plain, interval))
+        taken.append(run.take_step(since_plain, interval, gain))
         since_plain = 0 if taken[-1] else since_plain + 1
     return taken
 
@@ -27,6 +34,15 @@ def test_early_runs_come_at_doubling_intervals() -> None:
     third = [False] * 4 * FIRST_INTERVAL + [True] * RUN_STEPS
     expected = FIRST + second + third
     assert take_steps(PlainRun(), 4, len(expected), 1000.0) == expected
+
+
+def test_runs_are_late_and_short_while_drafts_clearly_pay() -> None:
+    run = PlainRun()
+    clear = ([False] * CLEAR_INTERVAL + [True] * RUN_STEPS) * 2
+    assert take_steps(run, 4, len(clear), 1000.0, CLEAR_GAIN) == clear
+    assert take_steps(run, 4, 40, 10.0, CLEAR_GAIN)[10], "the interval for a load that is known holds all the same"
+    early = [False] * FIRST_INTERVAL + [True] * FIRST_RUN_STEPS
+    assert take_steps(PlainRun(), 4, len(early), 1000.0, CLEAR_GAIN - 0.01) == early
 
 
 def test_a_load_that_doubles_begins_with_a_run_and_one_that_falls_with_drafts() -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from foredraft import Completion, Sampling
 from foredraft.drafters.interface import Drafter
+from foredraft.engine.sandbox import SandboxedDrafter
 from foredraft.llm import LLM
 from tests.support import tiny_models
 from tests.support.method_cases import EACH_CASE, METHOD_CASES
@@ -115,21 +116,44 @@ def test_a_text_whose_step_was_missed_is_drafted_for_no_more_or_from_true_states
     assert (sum(sizes[4:]) == 0) == has_memory
 
 
-@pytest.mark.parametrize("name", EACH_CASE)
-def test_steps_without_a_draft_leave_what_the_next_draft_needs(name: str) -> None:
-    """Steps without draft nodes change neither the text nor the use of later drafts."""
-    llm, _ = drafting(name)
+def count_with_plain_steps(llm: LLM) -> tuple[int, int]:
+    """Check texts with three steps in five without drafts. Returns the numbers of drafted and accepted tokens."""
     transcripts = llm._prepare_requests(list(PROMPTS), GREEDY)
     for transcript in transcripts:
         llm.engine.add(transcript)
-    accepted = step = 0
+    step = 0
     while llm.engine.has_work:
         for transcript in transcripts:
             length = 0 if step % 5 in (1, 2, 3) else None
             change_options(transcript.request, num_speculative_tokens=length)
         llm.engine.step()
         step += 1
-        accepted = sum(t.build_stats().num_accepted for t in transcripts)
     assert [t.request.output for t in transcripts] == plain(is_greedy=True)
-    assert accepted > 0
     assert llm.engine.drafter.num_failures == 0
+    stats = [transcript.build_stats() for transcript in transcripts]
+    return sum(s.num_drafted for s in stats), sum(s.num_accepted for s in stats)
+
+
+@pytest.mark.parametrize("name", EACH_CASE)
+def test_steps_without_a_draft_leave_what_the_next_draft_needs(name: str) -> None:
+    """Steps without draft nodes change neither the text nor the use of later drafts."""
+    _, accepted = count_with_plain_steps(drafting(name)[0])
+    assert accepted > 0
+
+
+def test_a_draft_model_and_early_exit_read_no_plain_commits() -> None:
+    found = {name.split(",")[0] for name in METHOD_CASES if not drafting(name)[1].spec.reads_plain_commits}
+    assert {"draft_model", "early_exit"} <= found
+
+
+@pytest.mark.parametrize("name", EACH_CASE)
+def test_observing_plain_commits_that_are_declared_unread_changes_no_draft(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm, made = drafting(name)
+    if made.spec.reads_plain_commits:
+        return  # all commits are passed on, so there is nothing to compare
+    counts = count_with_plain_steps(llm)
+    llm, made = drafting(name)
+    monkeypatch.setattr(SandboxedDrafter, "_reads", lambda sandbox, batch, commit: True)
+    assert count_with_plain_steps(llm) == counts

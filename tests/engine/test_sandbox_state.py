@@ -4,11 +4,13 @@ Guards against a drafter that is given the live record of a request and changes 
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from foredraft import ForedraftError, Sampling
+from foredraft.drafters.draft import root_tree
 from foredraft.drafters.ensemble.fallback import FallbackDrafter
 from foredraft.drafters.failure_backoff import MAX_FAILURES, FailureBackoff
 from foredraft.drafters.spec import DrafterSpec
@@ -198,6 +200,7 @@ SPECS: dict[str, Any] = {
     "decides_length is a number": _spec(decides_length=1),
     "shares_target_kv is none": _spec(shares_target_kv=None),
     "reads_commits is a number": _spec(reads_commits=0),
+    "reads_plain_commits is a number": _spec(reads_plain_commits=0),
     "is_token_source is a number": _spec(is_token_source=1),
     "samples_drafts is a number": _spec(samples_drafts=1),
     "draft_kv is none": _spec(draft_kv="all of it"),
@@ -259,6 +262,18 @@ def test_a_drafter_that_reads_no_commits_rests_and_comes_back_all_the_same() -> 
     guard.observe(batch, Commit.from_lists([[0]], [[1]]))
     assert inner.is_active
     assert drafter.observed == []
+
+
+def test_commits_without_drafts_are_passed_on_only_if_they_are_read() -> None:
+    batch = Batch((make_request(0, [1, 2], SAMPLINGS[0], num_computed=1),), (1,), (0,))
+    commit = Commit.from_lists([[0]], [[1]])
+    for reads_plain_commits in (True, False):
+        drafter = ScriptedDrafter(root_tree, reads_plain_commits=reads_plain_commits)
+        guard = SandboxedDrafter(FallbackDrafter(SandboxedDrafter(Silent(), V), SandboxedDrafter(drafter, V)), V)
+        guard.observe(batch, commit)
+        assert len(drafter.observed) == reads_plain_commits
+        guard.observe(replace(batch, granted_nodes=(3,)), commit)
+        assert len(drafter.observed) == reads_plain_commits + 1
 
 
 class Silent(Odd):

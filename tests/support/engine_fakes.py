@@ -141,12 +141,14 @@ class ScriptedDrafter:
     num_proposed: int = 0
     needs_target_argmax: bool = False
     reads_commits: bool = True
+    reads_plain_commits: bool = True
 
     @property
     def spec(self) -> DrafterSpec:
         return DrafterSpec(
-            self.max_nodes, self.hidden_layers, self.needs_target_argmax, reads_commits=self.reads_commits
-        )
+            self.max_nodes, self.hidden_layers, self.needs_target_argmax,
+            reads_commits=self.reads_commits, reads_plain_commits=self.reads_plain_commits,
+        )  # fmt: skip
 
     def propose(self, batch: Batch) -> TokenTree:
         self.num_proposed += 1

@@ -88,7 +88,7 @@ def train_models(
     tokens: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Training tokens of the target; the draft models change in proportion. Default: 61 million."
+            min=1, help="Training tokens of the target; the draft models change in proportion. Default: 73 million."
         ),
     ] = None,
     batch_tokens: Annotated[

@@ -10,6 +10,8 @@ from foredraft.draft_length.policy import DraftCandidate
 
 Candidates = Sequence[DraftCandidate]
 
+MAX_FEW_REQUESTS = 4  # a plan for so few requests that drafts nothing ends with any of them
+
 
 class CurrentPlan:
     """Plan that is computed anew when its lifetime ends (`intervals.py`).
@@ -33,7 +35,7 @@ class CurrentPlan:
     @property
     def can_be_kept(self) -> bool:
         """Whether no new plan is due in the next step while drafting is paused."""
-        return self._age + 1 < get_paused_lifetime(self._observer.is_resting)
+        return self._key is not None and self._age + 1 < get_paused_lifetime(self._observer.is_resting)
 
     @property
     def is_resumption_due(self) -> bool:
@@ -118,6 +120,12 @@ class CurrentPlan:
             self.plan = replace(self.plan, nodes_by_slot=nodes_by_slot | added)
 
     def forget(self, slots: Sequence[int]) -> None:
-        """Drop the nodes of these slots."""
-        remaining = {slot: nodes for slot, nodes in self.plan.nodes_by_slot.items() if slot not in slots}
+        """Drop the nodes of these slots.
+
+        Drafting may be paused for what these few requests accepted, so the plan for the next ones is not theirs.
+        """
+        nodes_by_slot = self.plan.nodes_by_slot
+        remaining = {slot: nodes for slot, nodes in nodes_by_slot.items() if slot not in slots}
+        if self._observer.is_paused_briefly and len(remaining) < len(nodes_by_slot) <= MAX_FEW_REQUESTS:
+            self.expire()
         self.plan = replace(self.plan, nodes_by_slot=remaining)

@@ -110,6 +110,11 @@ class StepObserver:
         """Whether drafting has been paused for RESTING_STEPS. A change in between would make this state worthless."""
         return not self.is_drafting and self.step - self._drafted_until >= RESTING_STEPS
 
+    @property
+    def is_paused_briefly(self) -> bool:
+        """Whether drafting is paused, but does not rest yet."""
+        return not self.is_drafting and not self.is_resting
+
     def end_warmup(self) -> None:
         """End the warm-up, because the costs are known or not needed."""
         self.warmup_step = len(WARMUP_NODES)

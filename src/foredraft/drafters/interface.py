@@ -22,10 +22,10 @@ class Drafter(Protocol):
     state by `Request.slot`, an index from 0 to max_batch - 1 that a request has while it runs. After `forget` another
     request may get the slot.
 
-    `propose` is left out if no request may draft, and `observe` if `DrafterSpec.reads_commits` is False. If a step
-    raises, `observe` is left out and `forget` is called for all slots. During a quarantine (after several
-    faults of the drafter) only `forget` is called. After it, `Request.num_computed` exceeds the number of observed
-    tokens, as after a prefix-cache hit.
+    `propose` is left out if no request may draft. `observe` is left out if `DrafterSpec.reads_commits` is False, and
+    after a step without drafts if `DrafterSpec.reads_plain_commits` is False. If a step raises, `observe` is left out
+    and `forget` is called for all slots. During a quarantine (after several faults of the drafter) only `forget` is
+    called. After it, `Request.num_computed` exceeds the number of observed tokens, as after a prefix-cache hit.
 
     A drafter with KV on the target's pages declares it in `DrafterSpec.draft_kv`. Between two steps the engine may call
     `DraftKV.flush`, so that deferred entries are written.

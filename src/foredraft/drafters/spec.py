@@ -42,6 +42,8 @@ class DrafterSpec:
         attach: function that gives the target to a drafter with `shares_target_kv`. `LLM` calls it once, before
             the first step. It raises ForedraftError for a target that the drafter cannot use. Default None.
         reads_commits: False if `observe` does nothing; it is then not called. Default True.
+        reads_plain_commits: False if `observe` does nothing after a step in which no request was granted a draft; it is
+            then not called after such steps, which are all steps while drafting rests. Default True.
         is_token_source: True if the drafter is a `TokenDraftSource`, for ensembles. Default False.
         samples_drafts: True if a token source samples the drafts of requests that sample, which takes time. An
             ensemble makes such a draft only if it selects it. Default False.
@@ -66,6 +68,7 @@ class DrafterSpec:
     shares_target_kv: bool = False
     attach: Callable[[HFModel], None] | None = None
     reads_commits: bool = True
+    reads_plain_commits: bool = True
     is_token_source: bool = False
     samples_drafts: bool = False
     is_chain: bool = False

@@ -61,12 +61,9 @@ def _find_kind(request: Request) -> int:
 
 def _find_kinds(scheduled: Sequence[Chunk]) -> set[int] | None:
     """Return the kinds of the requests; None if one of them set draft lengths of its own."""
-    kinds = set()
-    for request, _ in scheduled:
-        if request.spec.options.draft_lengths is not None:
-            return None
-        kinds.add(_find_kind(request))
-    return kinds
+    # One pass over the requests, because this is done in every step.
+    found = {(r.spec.options.draft_lengths is None, r.spec.sampling.is_greedy) for r, _ in scheduled}
+    return {int(not is_greedy) for _, is_greedy in found} if all(has_none for has_none, _ in found) else None
 
 
 def _reserve(allocator: PageAllocator, request: Request, length: int, num_nodes: int) -> int:

@@ -57,6 +57,7 @@ def validate_spec(spec: DrafterSpec, num_layers: int | None) -> None:
         "decides_length": spec.decides_length,
         "shares_target_kv": spec.shares_target_kv,
         "reads_commits": spec.reads_commits,
+        "reads_plain_commits": spec.reads_plain_commits,
         "is_token_source": spec.is_token_source,
         "samples_drafts": spec.samples_drafts,
     }

@@ -121,7 +121,7 @@ class SandboxedDrafter(DrafterWrapper):
 
     def _wrap_spec(self, spec: DrafterSpec) -> DrafterSpec:
         """Return the spec of the sandbox, which reads every commit: it measures time, and ends quarantines."""
-        return replace(spec, reads_commits=True, member_backoffs=self.backoffs)
+        return replace(spec, reads_commits=True, reads_plain_commits=True, member_backoffs=self.backoffs)
 
     @property
     def draft_kv(self) -> DraftKV | None:
@@ -168,13 +168,19 @@ class SandboxedDrafter(DrafterWrapper):
         has_prompt = max(batch.num_new_tokens, default=1) > 1
         if self._has_proposed or has_prompt:
             self.backoff.time_limit.record_pass(self.backoff.clock() - self._pass_started, has_prompt)
-        # The spec is valid, and `observe` does something.
-        if self.spec is self._spec and self._given_spec.reads_commits and not self._misses_states(commit):
+        if self.spec is self._spec and self._reads(batch, commit):
             drafter, seen = self.drafter, commit if self.member_backoffs else commit.copy()
             call_isolated(
                 self.backoff, self._take_snapshots(batch.requests), "observe", lambda: drafter.observe(batch, seen)
             )
         self._pass_started, self._has_proposed = self.backoff.clock(), False
+
+    def _reads(self, batch: Batch, commit: Commit) -> bool:
+        """Return whether `observe` of the drafter does something with this commit. Its spec is valid."""
+        spec = self._given_spec
+        if not spec.reads_commits or not (spec.reads_plain_commits or any(batch.granted_nodes)):
+            return False
+        return not self._misses_states(commit)
 
     def _misses_states(self, commit: Commit) -> bool:
         """Return whether the commit has no hidden states, and the drafter permits that."""

@@ -84,6 +84,7 @@ class DraftModel:
         self.spec = DrafterSpec(
             self.tree_spec.max_nodes,
             draft_kv=self.draft_kv,
+            reads_plain_commits=False,
             is_chain=self.tree_spec.is_chain,
             silence_mismatch=self.mismatch_detector.silence,
             is_native=lm.pool.is_native,

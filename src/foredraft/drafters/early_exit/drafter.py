@@ -71,6 +71,7 @@ class EarlyExit:
             layer_selector.hidden_layers,
             shares_target_kv=True,
             attach=bind_weakly(self.attach),
+            reads_plain_commits=bool(layer_selector.hidden_layers),
             is_chain=tree_spec.is_chain,
             silence_mismatch=self.mismatch_detector.silence,
             is_native=target.fused is not None,
@@ -104,8 +105,9 @@ class EarlyExit:
     def observe(self, batch: Batch, commit: Commit) -> None:
         self.mismatch_detector.record_commit(batch, commit)
         self.layer_selector.observe(batch, commit)
-        if self.layer_selector.hidden_layers != self.spec.hidden_layers:  # a measurement began or ended
-            self.spec = replace(self.spec, hidden_layers=self.layer_selector.hidden_layers)
+        layers = self.layer_selector.hidden_layers
+        if layers != self.spec.hidden_layers:  # a measurement began or ended
+            self.spec = replace(self.spec, hidden_layers=layers, reads_plain_commits=bool(layers))
 
     def forget(self, slots: Sequence[int]) -> None:
         """Do nothing: there is no state per request."""

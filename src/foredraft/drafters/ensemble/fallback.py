@@ -80,6 +80,7 @@ def _combine_specs(primary: DrafterSpec, fallback: DrafterSpec) -> DrafterSpec:
         needs_target_argmax=primary.needs_target_argmax or fallback.needs_target_argmax,
         num_target_candidates=max(primary.num_target_candidates, fallback.num_target_candidates),
         reads_commits=primary.reads_commits or fallback.reads_commits,
+        reads_plain_commits=primary.reads_plain_commits or fallback.reads_plain_commits,
         is_token_source=False,
         member_backoffs=(*primary.member_backoffs, *fallback.member_backoffs),
     )
