@@ -334,6 +334,18 @@ def test_a_pause_for_what_few_requests_accepted_ends_with_a_request(load, is_pla
     assert lengths.repeat_none(load, {0}) != is_planned_anew
 
 
+def test_a_step_with_a_prompt_or_a_last_token_begins_no_run_of_plain_steps():
+    """Fault: the time of a plain step for fewer requests is not known, so a run began whenever one could not draft."""
+    lengths, _ = simulate(SimulatedEngine(accept=constant(0.8), load=lambda step: 2), 400)
+    candidates = [DraftCandidate(slot, 8) for slot in range(2)]
+    lengths.observer.steps_since_plain = 1_000_000
+    for batch, pass_tokens in ((candidates, 65), (candidates[:1], 2)):
+        lengths._held.release()
+        assert any(lengths.allocate(batch, pass_tokens))
+    lengths._held.release()
+    assert not any(lengths.allocate(candidates, 2))
+
+
 def test_forgotten_slots_leave_nothing():
     world = SimulatedEngine(bend, draft=0.1, load=lambda step: 4, life=40, accept=constant(0.6))
     lengths, _ = simulate(world, 400)

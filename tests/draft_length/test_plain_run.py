@@ -45,6 +45,14 @@ def test_runs_are_late_and_short_while_drafts_clearly_pay() -> None:
     assert take_steps(PlainRun(), 4, len(early), 1000.0, CLEAR_GAIN - 0.01) == early
 
 
+def test_no_run_begins_in_a_step_of_another_size_and_one_that_runs_goes_on() -> None:
+    run = PlainRun()
+    run.adapt_to_load(4)
+    assert not run.take_step(FIRST_INTERVAL, 1000.0, 0.1, can_begin=False)
+    assert run.take_step(FIRST_INTERVAL + 1, 1000.0, 0.1)
+    assert run.take_step(0, 1000.0, 0.1, can_begin=False)
+
+
 def test_a_load_that_doubles_begins_with_a_run_and_one_that_falls_with_drafts() -> None:
     run = PlainRun()
     take_steps(run, 4, 200, 1000.0)

@@ -184,11 +184,11 @@ class AdaptiveLengthPolicy:
         least = {c.slot: c.min_nodes for c in adjustable if c.min_nodes}
         granted = _select_ready(plan.nodes_by_slot, adjustable) if is_drafting else least
         # The time of a plain step that is not well known would make drafts seem to save more, or less, than they do.
-        confidence = self.curve.get_confidence(len(adjustable) + observer.num_others)
-        gain = plan.speedup - 1.0
-        interval = compute_plain_interval(gain, confidence)
+        gain, num_requests = plan.speedup - 1.0, observer.num_requests
+        interval = compute_plain_interval(gain, self.curve.get_confidence(num_requests))
         can_measure = is_drafting and not observer.has_fixed
-        if can_measure and self._plain_run.take_step(observer.steps_since_plain, interval, gain):
+        can_begin = num_pass_tokens == num_requests  # otherwise this size is not that of plain steps
+        if can_measure and self._plain_run.take_step(observer.steps_since_plain, interval, gain, can_begin):
             return "measure", {}
         if is_drafting and observer.step % LONG_DRAFT_INTERVAL == 0:  # half as long again, rounded up
             granted = {slot: nodes + (nodes + 1) // 2 for slot, nodes in granted.items()}

@@ -111,6 +111,11 @@ class StepObserver:
         return not self.is_drafting and self.step - self._drafted_until >= RESTING_STEPS
 
     @property
+    def num_requests(self) -> int:
+        """Requests that get a token in the current step, as far as the last steps show those that cannot draft."""
+        return self._current.num_candidates + self.num_others
+
+    @property
     def is_paused_briefly(self) -> bool:
         """Whether drafting is paused, but does not rest yet."""
         return not self.is_drafting and not self.is_resting
