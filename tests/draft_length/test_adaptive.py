@@ -6,6 +6,7 @@ import pytest
 
 from foredraft.draft_length.adaptive import AdaptiveLengthPolicy
 from foredraft.draft_length.costs import CostCurve
+from foredraft.draft_length.intervals import MAX_PLAIN_INTERVAL
 from foredraft.draft_length.observer import RESTING_STEPS, WARMUP_NODES
 from foredraft.draft_length.policy import DraftCandidate, DraftOutcome, FixedLengthPolicy, StepReport
 from foredraft.draft_length.probes import PROBE_NODES, PROBE_STEPS
@@ -338,7 +339,7 @@ def test_a_step_with_a_prompt_or_a_last_token_begins_no_run_of_plain_steps():
     """Fault: the time of a plain step for fewer requests is not known, so a run began whenever one could not draft."""
     lengths, _ = simulate(SimulatedEngine(accept=constant(0.8), load=lambda step: 2), 400)
     candidates = [DraftCandidate(slot, 8) for slot in range(2)]
-    lengths.observer.steps_since_plain = 1_000_000
+    lengths.observer.steps_since_plain = MAX_PLAIN_INTERVAL - 1
     for batch, pass_tokens in ((candidates, 65), (candidates[:1], 2)):
         lengths._held.release()
         assert any(lengths.allocate(batch, pass_tokens))

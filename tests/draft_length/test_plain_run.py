@@ -1,5 +1,6 @@
 """Runs of plain steps: whole once begun, early at the start and at another load, and then after the interval."""
 
+from foredraft.draft_length.intervals import MAX_PLAIN_INTERVAL
 from foredraft.draft_length.plain_run import (
     CLEAR_GAIN,
     CLEAR_INTERVAL,
@@ -48,9 +49,16 @@ def test_runs_are_late_and_short_while_drafts_clearly_pay() -> None:
 def test_no_run_begins_in_a_step_of_another_size_and_one_that_runs_goes_on() -> None:
     run = PlainRun()
     run.adapt_to_load(4)
-    assert not run.take_step(FIRST_INTERVAL, 1000.0, 0.1, can_begin=False)
+    assert not run.take_step(FIRST_INTERVAL, 1000.0, 0.1, is_typical=False)
     assert run.take_step(FIRST_INTERVAL + 1, 1000.0, 0.1)
-    assert run.take_step(0, 1000.0, 0.1, can_begin=False)
+    assert run.take_step(0, 1000.0, 0.1, is_typical=False)
+
+
+def test_a_run_begins_at_last_though_every_step_has_a_prompt() -> None:
+    run = PlainRun()
+    run.adapt_to_load(4)
+    assert not run.take_step(MAX_PLAIN_INTERVAL - 1, 1000.0, 0.1, is_typical=False)
+    assert run.take_step(MAX_PLAIN_INTERVAL, 1000.0, 0.1, is_typical=False)
 
 
 def test_a_load_that_doubles_begins_with_a_run_and_one_that_falls_with_drafts() -> None:

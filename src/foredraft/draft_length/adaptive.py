@@ -187,8 +187,8 @@ class AdaptiveLengthPolicy:
         gain, num_requests = plan.speedup - 1.0, observer.num_requests
         interval = compute_plain_interval(gain, self.curve.get_confidence(num_requests))
         can_measure = is_drafting and not observer.has_fixed
-        can_begin = num_pass_tokens == num_requests  # otherwise this size is not that of plain steps
-        if can_measure and self._plain_run.take_step(observer.steps_since_plain, interval, gain, can_begin):
+        is_typical = num_pass_tokens == num_requests  # no prompt, and all requests can draft
+        if can_measure and self._plain_run.take_step(observer.steps_since_plain, interval, gain, is_typical):
             return "measure", {}
         if is_drafting and observer.step % LONG_DRAFT_INTERVAL == 0:  # half as long again, rounded up
             granted = {slot: nodes + (nodes + 1) // 2 for slot, nodes in granted.items()}

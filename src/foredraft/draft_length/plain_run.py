@@ -8,6 +8,8 @@ than they do. So the first run comes early and is longer. At a larger load the t
 with drafts for fewer requests, so a run begins at once.
 """
 
+from foredraft.draft_length.intervals import MAX_PLAIN_INTERVAL
+
 NUM_TRANSITION_STEPS = 2  # plain steps after drafts whose times do not count
 RUN_STEPS = NUM_TRANSITION_STEPS + 2
 FIRST_RUN_STEPS = NUM_TRANSITION_STEPS + 6
@@ -38,18 +40,19 @@ class PlainRun:
         self._load, self._max_interval = load, FIRST_INTERVAL
         return has_grown
 
-    def take_step(self, steps_since_plain: int, interval: float, gain: float, can_begin: bool = True) -> bool:
+    def take_step(self, steps_since_plain: int, interval: float, gain: float, is_typical: bool = True) -> bool:
         """Return whether the next step belongs to a run.
 
         Args:
             steps_since_plain: steps with drafts since the last plain step.
             interval: of them between two runs, for a load that is not new.
             gain: predicted gain of drafts.
-            can_begin: whether a run may begin. Default True.
+            is_typical: the pass has the size of a plain step. A run waits for such a step, MAX_PLAIN_INTERVAL at most.
         """
         is_clear = gain >= CLEAR_GAIN
         max_interval = max(self._max_interval, CLEAR_INTERVAL) if is_clear else self._max_interval
-        if not self._left and can_begin and steps_since_plain >= min(interval, max_interval):
+        interval = min(interval, max_interval) if is_typical else MAX_PLAIN_INTERVAL
+        if not self._left and steps_since_plain >= interval:
             is_first = self._max_interval == FIRST_INTERVAL
             self._left = FIRST_RUN_STEPS if is_first and not is_clear else RUN_STEPS
             self._max_interval *= 2
