@@ -1,5 +1,6 @@
 """Models that compute attention in code of their own: their logits over paged KV are those of their own pass."""
 
+import copy
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -51,6 +52,19 @@ def check_close(ours: Tensor, theirs: Tensor) -> None:
     assert (ours - theirs).abs().max() <= 2e-5 * theirs.abs().max().clamp_min(1)
 
 
+def check_as_exact(model: Any, ours: Tensor, ids: list[int]) -> None:
+    """Check logits against transformers' pass, or, where it rounds more than that, against its pass in float64.
+
+    Layers that run several times amplify rounding: transformers' own float32 pass of hrm_text is 4e-5 off on a Zen 4.
+    """
+    theirs = compute_reference(model, ids)
+    exact = compute_reference(copy.deepcopy(model).double(), ids) if model.config.model_type == "hrm_text" else theirs
+    rounding = (theirs - exact).abs().max()
+    assert rounding <= 1e-4 * exact.abs().max()
+    assert ours.shape == theirs.shape
+    assert (ours - exact).abs().max() <= torch.maximum(2e-5 * theirs.abs().max().clamp_min(1), 1.5 * rounding)
+
+
 def list_paths(parents: Sequence[int], node: int) -> list[int]:
     return [] if node < 0 else [*list_paths(parents, parents[node]), node]
 
@@ -62,8 +76,8 @@ def test_chunks_of_requests_with_different_lengths(family: str) -> None:
     parts = [paged.read({0: first[a:b]}) for a, b in ((0, 1), (1, 8), (8, 45))]
     both = paged.read({0: first[45:48], 1: second[:11]})
     parts += [both[:3], paged.read({0: first[48:], 1: second[11:]})]
-    check_close(torch.cat([*parts[:-1], parts[-1][:2]]), compute_reference(model, first))
-    check_close(torch.cat([both[3:], parts[-1][2:]]), compute_reference(model, second))
+    check_as_exact(model, torch.cat([*parts[:-1], parts[-1][:2]]), first)
+    check_as_exact(model, torch.cat([both[3:], parts[-1][2:]]), second)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
