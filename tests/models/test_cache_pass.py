@@ -1,6 +1,5 @@
 """Models that compute attention in code of their own: their logits over paged KV are those of their own pass."""
 
-import copy
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -23,6 +22,7 @@ from tests.support.families import PagedModel, compute_reference, tokens
 # bias by distance; the same added to the mask; chunks; positions by index, so no padding; keys chosen by an indexer;
 # two softmaxes over one set of keys; a local window in a buffer; layers that run several times
 FAMILIES = ["bloom", "falcon-alibi", "llama4_text", "roformer", "deepseek_v32", "diffllama", "gpt_neo", "hrm_text"]
+FLOAT32_ALONE = ("deepseek_v32",)  # its indexer casts to float32
 SMALL_VOCAB = 61  # token ids of `tokens` below the vocabulary
 PARENTS = [-1, 0, 0, 1, 2, 2, 5, 3]
 
@@ -30,6 +30,8 @@ PARENTS = [-1, 0, 0, 1, 2, 2, 5, 3]
 @cache
 def make_cached(family: str) -> tuple[Any, HFModel]:
     model = make_falcon() if family == "falcon-alibi" else make_model(family)
+    if family not in FLOAT32_ALONE:
+        model = model.double()  # layers that run several times amplify the rounding of float32 beyond the bound
     lm = HFModel.wrap_model(model, family)
     assert isinstance(lm.module_pass, CachePass)
     return model, lm
@@ -52,19 +54,6 @@ def check_close(ours: Tensor, theirs: Tensor) -> None:
     assert (ours - theirs).abs().max() <= 2e-5 * theirs.abs().max().clamp_min(1)
 
 
-def check_as_exact(model: Any, ours: Tensor, ids: list[int]) -> None:
-    """Check logits against transformers' pass, or, where it rounds more than that, against its pass in float64.
-
-    Layers that run several times amplify rounding: transformers' own float32 pass of hrm_text is 4e-5 off on a Zen 4.
-    """
-    theirs = compute_reference(model, ids)
-    exact = compute_reference(copy.deepcopy(model).double(), ids) if model.config.model_type == "hrm_text" else theirs
-    rounding = (theirs - exact).abs().max()
-    assert rounding <= 1e-4 * exact.abs().max()
-    assert ours.shape == theirs.shape
-    assert (ours - exact).abs().max() <= torch.maximum(2e-5 * theirs.abs().max().clamp_min(1), 1.5 * rounding)
-
-
 def list_paths(parents: Sequence[int], node: int) -> list[int]:
     return [] if node < 0 else [*list_paths(parents, parents[node]), node]
 
@@ -76,8 +65,8 @@ def test_chunks_of_requests_with_different_lengths(family: str) -> None:
     parts = [paged.read({0: first[a:b]}) for a, b in ((0, 1), (1, 8), (8, 45))]
     both = paged.read({0: first[45:48], 1: second[:11]})
     parts += [both[:3], paged.read({0: first[48:], 1: second[11:]})]
-    check_as_exact(model, torch.cat([*parts[:-1], parts[-1][:2]]), first)
-    check_as_exact(model, torch.cat([both[3:], parts[-1][2:]]), second)
+    check_close(torch.cat([*parts[:-1], parts[-1][:2]]), compute_reference(model, first))
+    check_close(torch.cat([both[3:], parts[-1][2:]]), compute_reference(model, second))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
