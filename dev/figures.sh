@@ -41,11 +41,13 @@ figure grown_model foredraft bench grow --params 430M --out "$out/grown430"
 [ "${#others[@]}" -gt 0 ] && figure streams_grown foredraft bench compare --model "$out/grown430" --prompts 0 \
     --methods ngram --streams 8,16,32,64 --max-tokens 32 --threads 2 --transformers none "${others[@]}"
 figure long_model python -m benchmarks.kv_dtype --write-model "$out/long"
-for context in 4000 16000 32000; do
-    for dtype in auto int8; do
-        figure "context_${context}_$dtype" foredraft bench compare --model "$out/long" --prompts 0 --methods ngram \
-            --verify-cost 1,8,64 --context $context --threads 2 --transformers none --kv-dtype $dtype
-    done
+llama=()
+[ -n "${LLAMA:-}" ] && llama+=(--llama-cpp "$LLAMA")
+for context in 4000 16000 32000; do # llama.cpp reads 16,000 tokens in six minutes
+    figure "context_$context" foredraft bench compare --model "$out/long" --prompts 0 --methods ngram \
+        --verify-cost 1,8,64 --context $context --threads 2 --transformers none "${llama[@]}"
+    figure "context_${context}_int8" foredraft bench compare --model "$out/long" --prompts 0 --methods ngram \
+        --verify-cost 1,8,64 --context $context --threads 2 --transformers none --kv-dtype int8
 done
 figure latency foredraft bench latency --prompts 50 --methods draft_model:2,ngram:8,ngram_lm:8 \
     --verify-cost 1,2,4,5,8,16

@@ -81,7 +81,7 @@ def test_mistakes_are_one_line_before_a_model_is_loaded(run, tmp_path, content, 
 @pytest.mark.parametrize("options", [[], ["--unordered"]], ids=["ordered", "unordered"])
 def test_a_job_killed_again_and_again_writes_the_file_of_an_undisturbed_one(tmp_path, options):
     """Faults: a result lost, written twice, or cut; a text that depends on the requests beside it or on time."""
-    rows = [{"prompt": PROMPTS[i % 4] + f" # {i}", "temperature": 1.0 * (i % 2), "max_tokens": 16} for i in range(100)]
+    rows = [{"prompt": PROMPTS[i % 4] + f" # {i}", "temperature": 1.0 * (i % 2), "max_tokens": 16} for i in range(40)]
     source = write_rows(tmp_path / "in.jsonl", rows)
     whole, killed = tmp_path / "whole.jsonl", tmp_path / "killed.jsonl"
 

@@ -15,7 +15,7 @@ from itertools import chain
 import pytest
 
 MARK, WIDE_MARK = "rest", "wide"
-REST_SECONDS = 2.0  # processor time of a function in `make test-rest`, as the table estimates it
+REST_SECONDS = 1.0  # processor time of a function in `make test-rest`, as the table estimates it
 COLLECTED = pytest.StashKey[tuple[pytest.Item, ...]]()  # all cases, before `-m` deselects
 
 

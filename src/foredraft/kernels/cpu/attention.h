@@ -15,7 +15,7 @@ typedef struct {
     long stride;
 } rounded_rows;
 
-#define LONG_KEYS 2048 /* keys of one head, with values 1 MB of 128 numbers in bf16 */
+#define MIN_SHARED_KEYS 1024 /* keys of all rows */
 #define NOT_ROUNDED ((rounded_rows){0})
 
 /* Writes the results of some rows and the heads of one key head rounded too. */
@@ -111,10 +111,9 @@ INLINE long attention_scratch(const fd_rows *rows, int group) {
     return (max_long(row_scratch(rows, group), by_blocks) + 63) / 64 * 64 + 64;
 }
 
-/* Whether rows that share keys are computed together: with bf16 products only what the second cache does not hold is
- * worth it. */
-INLINE int saves_time(const fd_attention *a, const fd_rows *rows, int row) {
-    return is_by_floats(a) || count_keys(rows, row) >= LONG_KEYS;
+/* Whether rows that share keys are computed together. With bf16 products a row alone is as fast for few keys. */
+INLINE int saves_time(const fd_attention *a, const fd_rows *rows, int row, int count) {
+    return count > 1 && (is_by_floats(a) || (long)count * count_keys(rows, row) >= MIN_SHARED_KEYS);
 }
 
 /* Attention of every row; the members share the work. The results are written to `to` as well. */
@@ -125,7 +124,7 @@ static void attend_rows(const fd_attention *a, const fd_rows *rows, fd_team *tea
     FOR_EACH_ITEM(i, blocks * a->kv_heads) {
         int from = first[i / a->kv_heads], count = first[i / a->kv_heads + 1] - from, kv_head = i % a->kv_heads;
         if (has_tiles) attend_block(a, rows, from, count, kv_head, rest);
-        else if (count > 1 && saves_time(a, rows, from)) attend_row_block(a, rows, from, count, kv_head, rest);
+        else if (saves_time(a, rows, from, count)) attend_row_block(a, rows, from, count, kv_head, rest);
         else
             for (int row = from; row < from + count; row++) attend_row(a, rows, row, kv_head, rest);
         round_results(a, from, count, kv_head, to);

@@ -48,10 +48,15 @@ INLINE int count_common(const fd_rows *rows, int row, int other) {
     return count;
 }
 
-/* Consecutive keys are cache lines apart, and the processor does not predict the next address. */
+#define KEYS_AHEAD 48 /* keys, or values, that are prefetched before their use */
+
+/* Consecutive keys are cache lines apart, and the processor does not predict the next address. The second cache waits for
+ * more lines at a time than the first. */
 INLINE void prefetch_head(const void *p, long at, int dim, const int kind) {
     const char *first = (const char *)p + at * number_bytes(kind);
-    for (int i = 0; i < dim * number_bytes(kind); i += 64) __builtin_prefetch(first + i);
+    const int bytes = dim * number_bytes(kind);
+    for (int i = 0; i < bytes; i += 64) __builtin_prefetch(first + i, 0, 2);
+    if (kind == FD_KV_INT8) __builtin_prefetch(first + bytes - 1, 0, 2); /* slots are not a multiple of lines */
 }
 
 /* Adds the bias by distance to `count` scores; `ahead` keys follow the row's own. bias[0] is for all keys further back than
@@ -118,6 +123,22 @@ static float weigh_head(const fd_attention *a, const fd_rows *rows, int row, int
 INLINE void apply_scales(const fd_attention *a, const void *pool, const int32_t *slots, int count, int kv_head,
                          float *s) {
     for (int i = 0; i < count; i++) s[i] *= *head_scale(pool, slots[i], a->kv_heads, a->head_dim, kv_head);
+}
+
+/* The same with scales in a row. */
+INLINE void scale_entries(float *s, const float *scales, int count) {
+    int i = 0;
+    for (; i + LANES <= count; i += LANES) store(s + i, load(s + i) * load(scales + i));
+    for (; i < count; i++) s[i] *= scales[i];
+}
+
+INLINE void gather_scales(const fd_attention *a, const void *pool, const int32_t *slots, int count, int kv_head,
+                          float *to) {
+    for (int i = 0; i < count; i++) {
+        if (i + KEYS_AHEAD < count)
+            __builtin_prefetch(head_scale(pool, slots[i + KEYS_AHEAD], a->kv_heads, a->head_dim, kv_head), 0, 2);
+        to[i] = *head_scale(pool, slots[i], a->kv_heads, a->head_dim, kv_head);
+    }
 }
 
 #endif

@@ -4,6 +4,7 @@
 #ifndef FD_ATTENTION_ROWS_H
 #define FD_ATTENTION_ROWS_H
 
+#include "attention_pairs.h"
 #include "attention_vectors.h"
 
 enum {
@@ -62,7 +63,6 @@ static void find_parts(row_block *b) {
     for (int r = 0; r < b->num_rows; r++) {
         int row = b->first_row + r, to = count_keys(rows, row), from = first_key(b->a, row, to);
         int shared = rows->num_committed[row] + count_common(rows, row, longest) - from;
-        if (!is_by_floats(b->a)) shared = shared / 2 * 2; /* values are added in pairs */
         b->parts[r] = (row_part){from, shared > 0 ? from + shared : from, to};
         if (from < b->lo) b->lo = from;
         if (to - from > most) most = to - from;
@@ -71,10 +71,11 @@ static void find_parts(row_block *b) {
     find_slots(rows, longest, b->lo, b->hi, b->slots);
 }
 
-static int find_own_slots(const row_block *b, int row) {
-    row_part part = b->parts[row];
-    find_slots(b->rows, b->first_row + row, part.shared, part.to, b->own_slots);
-    return part.to - part.shared;
+/* Slots of the ranks that a row alone sees, from `from` on. Returns their number. */
+static int find_own_slots(const row_block *b, int row, int from) {
+    int to = b->parts[row].to;
+    find_slots(b->rows, b->first_row + row, from, to, b->own_slots);
+    return to - from;
 }
 
 /* Keys or values from rank `first` on as floats, [<= CHUNK_KEYS, dim]; codes without their scales. Returns the rank after
@@ -167,7 +168,7 @@ static void score_chunk(const row_block *b, int row, const float *chunk, const i
 INLINE void score_own_part_rows(const row_block *b, int row, const int kind) {
     const fd_attention *a = b->a;
     const float *q = a->query + find_row(b, row);
-    const int dim = a->head_dim, own = find_own_slots(b, row);
+    const int dim = a->head_dim, own = find_own_slots(b, row, b->parts[row].shared);
     const long stride = slot_stride(kind, a->kv_heads, dim), head = (long)b->kv_head * dim;
     for (int i = 0; i < own; i += KEY_BLOCK) {
         float *to = find_scores(b, row, 0) + b->parts[row].shared - b->parts[row].from + i;
@@ -200,11 +201,8 @@ INLINE void score_rows(const row_block *b, const int32_t *places, float *chunk, 
 /* Multiplies the scores of a head by the scales of their keys or values in an int8 pool. */
 static void scale_scores(const row_block *b, int row, const void *pool, const float *scales, float *s) {
     row_part part = b->parts[row];
-    int shared = part.shared - part.from, i = 0;
-    const float *from = scales + part.from - b->lo;
-    for (; i + LANES <= shared; i += LANES) store(s + i, load(s + i) * load(from + i));
-    for (; i < shared; i++) s[i] *= from[i];
-    apply_scales(b->a, pool, b->own_slots, part.to - part.shared, b->kv_head, s + shared);
+    scale_entries(s, scales + part.from - b->lo, part.shared - part.from);
+    apply_scales(b->a, pool, b->own_slots, part.to - part.shared, b->kv_head, s + part.shared - part.from);
 }
 
 /* Weights from exponentials, in the format in which values are added up. */
@@ -224,14 +222,14 @@ static void weigh_rows(const row_block *b) {
     int is_coded = a->kv_kind == FD_KV_INT8;
     for (int r = 0; r < b->num_rows; r++) {
         int count = b->parts[r].to - b->parts[r].from;
-        if (is_coded) find_own_slots(b, r);
+        if (is_coded) find_own_slots(b, r, b->parts[r].shared);
         for (int h = 0; h < b->heads; h++) {
             float *s = find_scores(b, r, h);
             if (is_coded) scale_scores(b, r, a->keys, b->scales[0], s);
             int head = b->kv_head * (a->heads / a->kv_heads) + b->first_head + h;
             float factor = weigh_head(a, b->rows, b->first_row + r, head, s, 0, count);
-            store_row_weights(a, s, count, factor);
             if (is_coded) scale_scores(b, r, a->values, b->scales[1], s);
+            store_row_weights(a, s, count, factor);
         }
     }
 }
@@ -262,7 +260,7 @@ static void sum_chunk(const row_block *b, int row, const float *chunk, const int
 INLINE void sum_own_part(const row_block *b, int row, const int kind) {
     const fd_attention *a = b->a;
     float *out = a->out + find_row(b, row);
-    const int dim = a->head_dim, count = find_own_slots(b, row);
+    const int dim = a->head_dim, count = find_own_slots(b, row, b->parts[row].shared);
     const long stride = slot_stride(kind, a->kv_heads, dim), head = (long)b->kv_head * dim;
     const float *weight = find_scores(b, row, 0) + b->parts[row].shared - b->parts[row].from;
     if (count) SUM_ALL(a->values, b->own_slots, stride, head, kind)
@@ -288,89 +286,103 @@ INLINE void attend_rows_of(row_block *b, const int kind) {
     float chunk[CHUNK_KEYS * b->a->head_dim] __attribute__((aligned(64)));
     int32_t places[CHUNK_KEYS + KEY_BLOCK]; /* of the rows of the chunk */
     for (int i = 0; i < CHUNK_KEYS + KEY_BLOCK; i++) places[i] = i;
-    for (int i = b->lo; kind == FD_KV_INT8 && b->first_head == 0 && i < b->hi; i++)
-        for (int p = 0; p < 2; p++)
-            b->scales[p][i - b->lo] = *head_scale(p ? b->a->values : b->a->keys, b->slots[i - b->lo], b->a->kv_heads,
-                                                  b->a->head_dim, b->kv_head);
     score_rows(b, places, chunk, kind);
     weigh_rows(b);
     sum_rows(b, places, chunk, kind);
 }
 
 #ifdef __AVX512BF16__
-/* Scores of a row and `count` keys, and with the weights that they become, the sums of values. */
-static void score_slots_bf16(const row_block *b, int row, const uint16_t *q, const int32_t *slots, int count, float *to) {
-    const fd_attention *a = b->a;
-    const int dim = a->head_dim;
-    const long stride = slot_stride(FD_KV_BF16, a->kv_heads, dim), head = (long)b->kv_head * dim;
-    q += (long)row * b->heads * dim;
-    for (int i = 0; i < count; i += KEY_BLOCK) {
-        switch (b->heads) {
-#define CASE(G)                                                                                                        \
-    case G:                                                                                                            \
-        score_keys_bf16(q, a->keys, slots + i, count - i, stride, head, dim, to + i, b->ranks, G);                     \
-        break;
-            CASE(1) CASE(2) CASE(3) CASE(4)
-#undef CASE
+/* Scores of all rows and the 16 keys from rank `first` on. */
+static void score_pairs(const row_block *b, const uint32_t *q, const uint32_t *keys, int first) {
+    const int words = b->a->head_dim / 2, queries = b->num_rows * b->heads;
+    vf score[QUERY_BLOCK];
+    for (int from = 0; from < queries; from += QUERY_BLOCK) {
+        int n = queries - from < QUERY_BLOCK ? queries - from : QUERY_BLOCK;
+        score_query_block(q + (long)from * words, keys, words, n, score);
+        for (int i = 0; i < n; i++) {
+            int row = (from + i) / b->heads;
+            row_part part = b->parts[row];
+            store_scores(score[i], part.from - first, part.shared - first,
+                         find_scores(b, row, (from + i) % b->heads) + first - part.from);
         }
     }
 }
 
-static void sum_slots_bf16(const row_block *b, int row, const int32_t *slots, int first, int count, int is_last) {
-    const fd_attention *a = b->a;
-    const int dim = a->head_dim;
-    const long stride = slot_stride(FD_KV_BF16, a->kv_heads, dim), head = (long)b->kv_head * dim;
-    const uint16_t *weight = (const uint16_t *)find_scores(b, row, 0) + first;
-    float *out = a->out + find_row(b, row);
-    for (int d = 0; d < dim; d += dim - d >= VALUE_BLOCK ? VALUE_BLOCK : 32) {
-        switch (b->heads) {
-#define CASE(G)                                                                                                        \
-    case G:                                                                                                            \
-        if (dim - d >= VALUE_BLOCK)                                                                                    \
-            add_up_values_bf16(weight, 2 * b->ranks, a->values, slots, count, stride, head + d, out + d, dim, is_last, \
-                               G, 4);                                                                                  \
-        else                                                                                                           \
-            add_up_values_bf16(weight, 2 * b->ranks, a->values, slots, count, stride, head + d, out + d, dim, is_last, \
-                               G, 2);                                                                                  \
-        break;
-            CASE(1) CASE(2) CASE(3) CASE(4)
-#undef CASE
-        }
+static void score_own_pairs(const row_block *b, int row, pair_pool p, const uint32_t *q, uint32_t *keys) {
+    const row_part part = b->parts[row];
+    const int own = find_own_slots(b, row, part.shared);
+    vf score[QUERY_BLOCK];
+    for (int i = 0; i < own; i += LANES) {
+        transpose_keys(p, b->own_slots + i, own - i, keys);
+        score_query_block(q, keys, p.dim / 2, b->heads, score);
+        for (int h = 0; h < b->heads; h++)
+            store_scores(score[h], 0, own - i, find_scores(b, row, h) + part.shared - part.from + i);
     }
 }
 
-/* First of the ranks from `rank` on that begins a pair of a row's keys. */
-INLINE int find_pair(row_part part, int rank) { return rank + ((rank - part.from) & 1); }
-
-static void attend_rows_of_bf16(row_block *b) {
+/* Scores of all rows. */
+static void score_rows_by_pairs(const row_block *b, uint32_t *keys) {
     const fd_attention *a = b->a;
-    const int dim = a->head_dim, width = b->heads * dim;
-    uint16_t q[b->num_rows * width];
-    for (int r = 0; r < b->num_rows; r++) convert_to_bf16(a->query + find_row(b, r), width, q + (long)r * width);
-    for (int first = b->lo; first < b->hi; first += CHUNK_KEYS) {
-        for (int r = 0; r < b->num_rows; r++) {
-            row_part seen = cut_part(b->parts[r], first, first + CHUNK_KEYS);
-            if (seen.from < seen.to)
-                score_slots_bf16(b, r, q, b->slots + seen.from - b->lo, seen.to - seen.from,
-                                 find_scores(b, r, 0) + seen.from - b->parts[r].from);
-        }
+    const pair_pool p = view_pool(a, a->keys, b->kv_head);
+    const int width = b->heads * a->head_dim;
+    uint32_t q[b->num_rows * width / 2];
+    for (int r = 0; r < b->num_rows; r++) convert_to_bf16(a->query + find_row(b, r), width, (uint16_t *)q + (long)r * width);
+    for (int first = b->lo; first < b->hi; first += LANES) {
+        transpose_keys(p, b->slots + first - b->lo, b->hi - first, keys);
+        score_pairs(b, q, keys, first);
     }
+    for (int r = 0; r < b->num_rows; r++) score_own_pairs(b, r, p, q + (long)r * width / 2, keys);
+}
+
+/* A row's part whose shared ranks are whole pairs, because the value after its last one is another row's. The longest row
+ * has none after it. */
+INLINE row_part find_pairs(const row_block *b, int row) {
+    row_part part = b->parts[row];
+    if (part.shared < b->hi) part.shared = part.from + (part.shared - part.from) / 2 * 2;
+    return part;
+}
+
+/* Adds the values of the pairs from rank `first` to `to` of a row. */
+INLINE void sum_pairs(const row_block *b, int row, const uint32_t *pairs, int first, int to) {
+    const int from = b->parts[row].from;
+    const uint32_t *weight = (const uint32_t *)find_scores(b, row, 0) + (first - from) / 2;
+    add_up_chunk(weight, b->ranks, pairs, (to - first + 1) / 2, b->a->head_dim, b->a->out + find_row(b, row), b->heads);
+}
+
+/* Adds the values of a chunk from rank `first` on, for the rows whose pairs begin there. */
+static void sum_shared_pairs(const row_block *b, pair_pool p, int first, uint32_t *pairs) {
+    int is_read = 0;
     for (int r = 0; r < b->num_rows; r++) {
-        row_part part = b->parts[r];
-        int own = find_own_slots(b, r);
-        score_slots_bf16(b, r, q, b->own_slots, own, find_scores(b, r, 0) + part.shared - part.from);
-        memset(a->out + find_row(b, r), 0, 4ul * width);
+        row_part seen = cut_part(find_pairs(b, r), first, first + PAIR_VALUES);
+        if ((first - b->parts[r].from) % 2 || seen.from >= seen.to) continue;
+        if (!is_read) interleave_values(p, b->slots + first - b->lo, b->hi - first, pairs);
+        is_read = 1;
+        sum_pairs(b, r, pairs + (long)(seen.from - first) / 2 * p.dim, seen.from, seen.to);
     }
+}
+
+static void sum_own_pairs(const row_block *b, int row, pair_pool p, uint32_t *pairs) {
+    const int from = find_pairs(b, row).shared, own = find_own_slots(b, row, from);
+    for (int i = 0; i < own; i += PAIR_VALUES) {
+        int count = own - i < PAIR_VALUES ? own - i : PAIR_VALUES;
+        interleave_values(p, b->own_slots + i, own - i, pairs);
+        sum_pairs(b, row, pairs, from + i, from + i + count);
+    }
+    order_all_columns(b->a->out + find_row(b, row), b->heads * p.dim);
+}
+
+static void attend_rows_by_pairs(row_block *b) {
+    const fd_attention *a = b->a;
+    const pair_pool p = view_pool(a, a->values, b->kv_head);
+    uint32_t chunk[PAIR_VALUES * a->head_dim / 2] __attribute__((aligned(64)));
+    score_rows_by_pairs(b, chunk);
     weigh_rows(b);
-    for (int first = b->lo; first < b->hi; first += CHUNK_KEYS) {
-        for (int r = 0; r < b->num_rows; r++) {
-            row_part part = b->parts[r], seen = cut_part(part, find_pair(part, first), find_pair(part, first + CHUNK_KEYS));
-            if (seen.from < seen.to)
-                sum_slots_bf16(b, r, b->slots + seen.from - b->lo, seen.from - part.from, seen.to - seen.from, 0);
-        }
+    for (int r = 0; r < b->num_rows; r++) memset(a->out + find_row(b, r), 0, 4ul * b->heads * p.dim);
+    for (int first = b->lo; first < b->hi; first += PAIR_VALUES) {
+        sum_shared_pairs(b, p, first, chunk);
+        sum_shared_pairs(b, p, first + 1, chunk); /* windows of an odd number of keys less */
     }
-    for (int r = 0; r < b->num_rows; r++)
-        sum_slots_bf16(b, r, b->own_slots, b->parts[r].shared - b->parts[r].from, find_own_slots(b, r), 1);
+    for (int r = 0; r < b->num_rows; r++) sum_own_pairs(b, r, p, chunk);
 }
 #endif
 
@@ -384,11 +396,13 @@ static void attend_row_block(const fd_attention *a, const fd_rows *rows, int fir
                    .slots = (int32_t *)numbers, .own_slots = (int32_t *)(numbers + most),
                    .scales = {numbers + 2 * most, numbers + 3 * most}, .scores = numbers + 4 * most};
     find_parts(&b);
+    for (int i = 0; i < 2 && a->kv_kind == FD_KV_INT8; i++)
+        gather_scales(a, i ? a->values : a->keys, b.slots, b.hi - b.lo, kv_head, b.scales[i]);
     for (b.first_head = 0; b.first_head < group; b.first_head += HEAD_BLOCK) {
         b.heads = group - b.first_head < HEAD_BLOCK ? group - b.first_head : HEAD_BLOCK;
 #ifdef __AVX512BF16__
         if (!is_by_floats(a)) {
-            attend_rows_of_bf16(&b);
+            attend_rows_by_pairs(&b);
             continue;
         }
 #endif

@@ -6,7 +6,6 @@
 
 #define KEY_BLOCK 16    /* keys scored at a time */
 #define HEAD_BLOCK 4    /* query heads that share one read of a key */
-#define PREFETCH_KEYS 8 /* keys whose values are prefetched before their use */
 #define VALUE_BLOCK 64  /* columns of the values summed at a time */
 
 /* [16] sums of the lanes of 16 vectors. */
@@ -38,7 +37,7 @@ INLINE void score_keys(const float *q, const void *keys, const int32_t *slots, i
     vf part[HEAD_BLOCK][KEY_BLOCK];
     for (int i = 0; i < KEY_BLOCK; i++) {
         long at = slots[i < count ? i : count - 1] * stride + head;
-        if (i + KEY_BLOCK < count) prefetch_head(keys, slots[i + KEY_BLOCK] * stride + head, dim, kind);
+        if (i + KEYS_AHEAD < count) prefetch_head(keys, slots[i + KEYS_AHEAD] * stride + head, dim, kind);
         vf acc[HEAD_BLOCK];
         _Pragma("GCC unroll 4") for (int g = 0; g < G; g++) acc[g] = (vf){0};
         for (int d = 0; d < dim; d += LANES) {
@@ -60,8 +59,8 @@ INLINE void add_up_values(const float *weight, long weight_stride, const void *v
     }
     for (int r = 0; r < count; r++) {
         long at = slots[r] * stride + head;
-        if (prefetches && r + PREFETCH_KEYS < count)
-            prefetch_head(values, slots[r + PREFETCH_KEYS] * stride + head, V * LANES, kind);
+        if (prefetches && r + KEYS_AHEAD < count)
+            prefetch_head(values, slots[r + KEYS_AHEAD] * stride + head, V * LANES, kind);
         _Pragma("GCC unroll 16") for (int j = 0; j < V; j++) {
             vf v = load_kv(values, at + j * LANES, kind);
             _Pragma("GCC unroll 4") for (int g = 0; g < G; g++)
@@ -101,6 +100,7 @@ typedef struct {
     int group, count;         /* query heads of the key head; keys seen */
     long stride, head, ranks; /* slot stride; offset of the head; count in whole blocks */
     int32_t *slots;           /* [count] */
+    float *scales[2];         /* [count] of int8 keys and values */
     float *weight;            /* [group, ranks] */
 } row_view;
 
@@ -109,11 +109,14 @@ INLINE row_view view_row(const fd_attention *a, const fd_rows *rows, int row, in
     int from = first_key(a, row, length), count = length - from;
     long ranks = (count + KEY_BLOCK - 1) / KEY_BLOCK * KEY_BLOCK;
     int32_t *slots = (int32_t *)scratch;
+    float *numbers = (float *)(slots + ranks), *scales[2] = {numbers, numbers + ranks};
     find_slots(rows, row, from, length, slots);
+    for (int i = 0; i < 2 && a->kv_kind == FD_KV_INT8; i++)
+        gather_scales(a, i ? a->values : a->keys, slots, count, kv_head, scales[i]);
     return (row_view){.group = a->heads / a->kv_heads, .count = count,
                    .stride = slot_stride(a->kv_kind, a->kv_heads, a->head_dim),
                    .head = (long)kv_head * a->head_dim, .ranks = ranks, .slots = slots,
-                   .weight = (float *)(slots + ranks)};
+                   .scales = {scales[0], scales[1]}, .weight = numbers + 2 * ranks};
 }
 
 INLINE void attend_float(const fd_attention *a, const fd_rows *rows, int row, int kv_head, char *scratch,
@@ -132,10 +135,10 @@ INLINE void attend_float(const fd_attention *a, const fd_rows *rows, int row, in
         }
         for (int h = 0; h < heads; h++) {
             float *s = weight + (g + h) * ranks;
-            if (kind == FD_KV_INT8) apply_scales(a, a->keys, slots, count, kv_head, s);
+            if (kind == FD_KV_INT8) scale_entries(s, v.scales[0], count);
             vf factor = broadcast(weigh_head(a, rows, row, kv_head * v.group + g + h, s, 0, count));
+            if (kind == FD_KV_INT8) scale_entries(s, v.scales[1], count);
             for (int i = 0; i < count; i += LANES) store(s + i, load(s + i) * factor);
-            if (kind == FD_KV_INT8) apply_scales(a, a->values, slots, count, kv_head, s);
         }
         for (int d = 0; d < dim; d += dim - d >= VALUE_BLOCK ? VALUE_BLOCK : 16) {
             switch (heads) { SUM_VALUES(1) SUM_VALUES(2) SUM_VALUES(3) SUM_VALUES(4) }
@@ -144,17 +147,27 @@ INLINE void attend_float(const fd_attention *a, const fd_rows *rows, int row, in
 }
 
 #ifdef __AVX512BF16__
+/* 32 numbers of a pool in bf16; codes are exact in it. */
+INLINE __m512i load_pairs(const void *pool, long at, const int kind) {
+    if (kind == FD_KV_BF16) return _mm512_loadu_si512((const uint16_t *)pool + at);
+    const __m512i high_words = _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31, 29, 27,
+                                                25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
+    const int8_t *codes = (const int8_t *)pool + at;
+    __m512i low = (__m512i)load_codes(codes), high = (__m512i)load_codes(codes + 16);
+    return _mm512_permutex2var_epi16(low, high_words, high);
+}
+
 /* Queries and weights are rounded to bf16 like keys and values, which halves the instructions. */
-INLINE void score_keys_bf16(const uint16_t *q, const uint16_t *keys, const int32_t *slots, int count, long stride,
-                            long head, int dim, float *to, long to_stride, const int G) {
+INLINE void score_keys_bf16(const uint16_t *q, const void *keys, const int32_t *slots, int count, long stride, long head,
+                            int dim, const int kind, float *to, long to_stride, const int G) {
     vf part[HEAD_BLOCK][KEY_BLOCK];
     for (int i = 0; i < KEY_BLOCK; i++) {
-        const uint32_t *k = (const uint32_t *)(keys + slots[i < count ? i : count - 1] * stride + head);
-        if (i + KEY_BLOCK < count) prefetch_head(keys, slots[i + KEY_BLOCK] * stride + head, dim, FD_KV_BF16);
+        long at = slots[i < count ? i : count - 1] * stride + head;
+        if (i + KEYS_AHEAD < count) prefetch_head(keys, slots[i + KEYS_AHEAD] * stride + head, dim, kind);
         vf acc[HEAD_BLOCK];
         _Pragma("GCC unroll 4") for (int g = 0; g < G; g++) acc[g] = (vf){0};
         for (int d = 0; d < dim / 2; d += LANES) {
-            vu words = load_words(k + d);
+            vu words = (vu)load_pairs(keys, at + 2 * d, kind);
             _Pragma("GCC unroll 4") for (int g = 0; g < G; g++)
                 acc[g] = dot_bf16(acc[g], words, load_words((const uint32_t *)(q + g * dim) + d));
         }
@@ -172,24 +185,20 @@ INLINE void order_columns(float *to, vf *low_half, vf *high_half) {
     _mm512_storeu_ps(to + LANES, _mm512_permutex2var_ps(low, second, high));
 }
 
-/* Adds weighted values to `to`, two keys and V vectors of columns at a time. The columns of the sums are in the
- * processor's interleaving order; `is_last` puts them into their own. */
-INLINE void add_up_values_bf16(const uint16_t *weight, long weight_stride, const uint16_t *values, const int32_t *slots,
-                               int count, long stride, long head, float *to, int dim, int is_last, const int G,
-                               const int V) {
+/* Weighted sum of the values, two keys and V vectors of columns at a time, for G query heads. */
+INLINE void sum_values_bf16(const uint16_t *weight, long weight_stride, const void *values, const int32_t *slots,
+                            int count, long stride, long head, const int kind, float *to, int dim, const int G,
+                            const int V) {
     vf acc[HEAD_BLOCK * 4];
-    _Pragma("GCC unroll 4") for (int g = 0; g < G; g++) {
-        _Pragma("GCC unroll 4") for (int j = 0; j < V; j++) acc[g * V + j] = load(to + g * dim + j * LANES);
-    }
+    _Pragma("GCC unroll 16") for (int i = 0; i < G * V; i++) acc[i] = (vf){0};
     for (int r = 0; r < count; r += 2) {
-        const uint16_t *a = values + slots[r] * stride + head;
-        const uint16_t *b = values + slots[r + 1 < count ? r + 1 : r] * stride + head;
-        if (r + PREFETCH_KEYS + 1 < count) {
-            prefetch_head(values, slots[r + PREFETCH_KEYS] * stride + head, V * LANES, FD_KV_BF16);
-            prefetch_head(values, slots[r + PREFETCH_KEYS + 1] * stride + head, V * LANES, FD_KV_BF16);
+        long a = slots[r] * stride + head, b = slots[r + 1 < count ? r + 1 : r] * stride + head;
+        if (r + KEYS_AHEAD + 1 < count) {
+            prefetch_head(values, slots[r + KEYS_AHEAD] * stride + head, V * LANES, kind);
+            prefetch_head(values, slots[r + KEYS_AHEAD + 1] * stride + head, V * LANES, kind);
         }
         _Pragma("GCC unroll 4") for (int j = 0; j < V; j += 2) {
-            __m512i x = _mm512_loadu_si512(a + j * LANES), y = _mm512_loadu_si512(b + j * LANES);
+            __m512i x = load_pairs(values, a + j * LANES, kind), y = load_pairs(values, b + j * LANES, kind);
             vu low = (vu)_mm512_unpacklo_epi16(x, y), high = (vu)_mm512_unpackhi_epi16(x, y);
             _Pragma("GCC unroll 4") for (int g = 0; g < G; g++) {
                 vu w = broadcast_words(*(const uint32_t *)(weight + g * weight_stride + r));
@@ -199,43 +208,34 @@ INLINE void add_up_values_bf16(const uint16_t *weight, long weight_stride, const
         }
     }
     _Pragma("GCC unroll 4") for (int g = 0; g < G; g++) {
-        _Pragma("GCC unroll 4") for (int j = 0; j < V; j++) {
-            if (!is_last) store(to + g * dim + j * LANES, acc[g * V + j]);
-            else if (j % 2 == 0) order_columns(to + g * dim + j * LANES, &acc[g * V + j], &acc[g * V + j + 1]);
-        }
+        _Pragma("GCC unroll 4") for (int j = 0; j < V; j += 2)
+            order_columns(to + g * dim + j * LANES, &acc[g * V + j], &acc[g * V + j + 1]);
     }
 }
 
-/* Weighted sum of the values, for G query heads and V vectors of columns. */
-INLINE void sum_values_bf16(const uint16_t *weight, long weight_stride, const uint16_t *values, const int32_t *slots,
-                            int count, long stride, long head, float *to, int dim, const int G, const int V) {
-    _Pragma("GCC unroll 4") for (int g = 0; g < G; g++) {
-        _Pragma("GCC unroll 4") for (int j = 0; j < V; j++) store(to + g * dim + j * LANES, (vf){0});
-    }
-    add_up_values_bf16(weight, weight_stride, values, slots, count, stride, head, to, dim, 1, G, V);
-}
-
-/* In place: `count` weights, times a factor, as bf16 at the start of their floats; after an odd count a zero follows. */
+/* In place: `count` weights, times a factor, as bf16 at the start of their floats; after an odd count a zero follows. Weights
+ * below 2^-126 become zero. */
 INLINE void convert_weights_to_bf16(float *s, int count, float factor) {
     uint16_t *to = (uint16_t *)s;
     int padded = (count + LANES - 1) / LANES * LANES;
-    for (int i = 0; i < padded; i += LANES) store_bf16(to + i, load(s + i) * factor);
+    for (int i = 0; i < padded; i += LANES)
+        _mm256_storeu_si256((__m256i *)(to + i), (__m256i)_mm512_cvtneps_pbh((__m512)(load(s + i) * factor)));
     if (count & 1) to[count] = 0;
 }
 
 #define SCORE_BF16(G)                                                                                                  \
     case G:                                                                                                            \
-        score_keys_bf16(q, a->keys, slots + i, count - i, stride, head, dim, weight + g * ranks + i, ranks, G);        \
+        score_keys_bf16(q, a->keys, slots + i, count - i, stride, head, dim, kind, weight + g * ranks + i, ranks, G);  \
         break;
 #define SUM_VALUES_BF16(G)                                                                                             \
     case G:                                                                                                            \
         if (dim - d >= VALUE_BLOCK)                                                                                    \
-            sum_values_bf16(bf16_weights, 2 * ranks, a->values, slots, count, stride, head + d, out + d, dim, G, 4);   \
+            sum_values_bf16(rounded, 2 * ranks, a->values, slots, count, stride, head + d, kind, out + d, dim, G, 4);  \
         else                                                                                                           \
-            sum_values_bf16(bf16_weights, 2 * ranks, a->values, slots, count, stride, head + d, out + d, dim, G, 2);   \
+            sum_values_bf16(rounded, 2 * ranks, a->values, slots, count, stride, head + d, kind, out + d, dim, G, 2);  \
         break;
 
-static void attend_bf16(const fd_attention *a, const fd_rows *rows, int row, int kv_head, char *scratch) {
+INLINE void attend_bf16(const fd_attention *a, const fd_rows *rows, int row, int kv_head, char *scratch, const int kind) {
     const row_view v = view_row(a, rows, row, kv_head, scratch);
     const long stride = v.stride, head = v.head, ranks = v.ranks;
     const int dim = a->head_dim, count = v.count;
@@ -252,9 +252,12 @@ static void attend_bf16(const fd_attention *a, const fd_rows *rows, int row, int
         }
         for (int h = 0; h < heads; h++) {
             float *s = weight + (g + h) * ranks;
-            convert_weights_to_bf16(s, count, weigh_head(a, rows, row, kv_head * v.group + g + h, s, 0, count));
+            if (kind == FD_KV_INT8) scale_entries(s, v.scales[0], count);
+            float factor = weigh_head(a, rows, row, kv_head * v.group + g + h, s, 0, count);
+            if (kind == FD_KV_INT8) scale_entries(s, v.scales[1], count);
+            convert_weights_to_bf16(s, count, factor);
         }
-        const uint16_t *bf16_weights = (const uint16_t *)(weight + g * ranks);
+        const uint16_t *rounded = (const uint16_t *)(weight + g * ranks);
         for (int d = 0; d < dim; d += dim - d >= VALUE_BLOCK ? VALUE_BLOCK : 32) {
             switch (heads) { SUM_VALUES_BF16(1) SUM_VALUES_BF16(2) SUM_VALUES_BF16(3) SUM_VALUES_BF16(4) }
         }
@@ -265,13 +268,13 @@ static void attend_bf16(const fd_attention *a, const fd_rows *rows, int row, int
 /* Bytes of scratch memory for one row. */
 INLINE long row_scratch(const fd_rows *rows, int group) {
     long ranks = (rows->max_keys + KEY_BLOCK - 1) / KEY_BLOCK * KEY_BLOCK;
-    return ranks * 4 * (1 + group);
+    return ranks * 4 * (3 + group);
 }
 
 /* Whether keys and values are read as floats. */
 INLINE int is_by_floats(const fd_attention *a) {
 #ifdef __AVX512BF16__
-    return a->kv_kind != FD_KV_BF16 || a->head_dim % 32 != 0;
+    return a->kv_kind == FD_KV_F32 || a->head_dim % 32 != 0;
 #else
     return (void)a, 1;
 #endif
@@ -280,7 +283,8 @@ INLINE int is_by_floats(const fd_attention *a) {
 static void attend_row(const fd_attention *a, const fd_rows *rows, int row, int kv_head, char *scratch) {
 #ifdef __AVX512BF16__
     if (!is_by_floats(a)) {
-        attend_bf16(a, rows, row, kv_head, scratch);
+        if (a->kv_kind == FD_KV_INT8) attend_bf16(a, rows, row, kv_head, scratch, FD_KV_INT8);
+        else attend_bf16(a, rows, row, kv_head, scratch, FD_KV_BF16);
         return;
     }
 #endif
