@@ -113,7 +113,7 @@ def test_the_commands_divide_the_suite() -> None:
     names = ["test", "test-rest", "test-wide", "test-all"]
     assert sorted(options) == sorted(names)
     expressions = [options[name].strip().removeprefix("-m ").strip('"') for name in names]
-    command = [sys.executable, "-c", COLLECT, "tests/verification/test_rules.py", json.dumps(expressions)]
+    command = [sys.executable, "-c", COLLECT, "tests/invariants/test_exact_distribution.py", json.dumps(expressions)]
     output = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
     *parts, whole = (sum(map(int, re.findall(r": (\d+)$", text, re.M))) for text in output.split("END")[:4])
     assert min(parts) > 0, output

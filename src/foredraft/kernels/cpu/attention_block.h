@@ -3,7 +3,7 @@
 #define FD_ATTENTION_BLOCK_H
 
 #include "amx.h"
-#include "attention_pairs.h"
+#include "attention_vectors.h"
 
 #if HAS_TILES && defined(__AVX512BF16__)
 #define HAS_TILE_ATTENTION 1
@@ -124,9 +124,18 @@ static int has_infinite_values(const query_block *b) {
 /* Four columns of 16 rows as four rows. */
 INLINE void transpose_four(const float *from, long from_stride, float *to, long to_stride) {
     __m512 x[4];
-    _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++, from += from_stride)
-        x[i] = load_fours(from, from + 4 * from_stride, from + 8 * from_stride, from + 12 * from_stride);
-    transpose_fours(x, to, to_stride);
+    _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++) {
+        x[i] = _mm512_castps128_ps512(_mm_loadu_ps(from + i * from_stride));
+        x[i] = _mm512_insertf32x4(x[i], _mm_loadu_ps(from + (4 + i) * from_stride), 1);
+        x[i] = _mm512_insertf32x4(x[i], _mm_loadu_ps(from + (8 + i) * from_stride), 2);
+        x[i] = _mm512_insertf32x4(x[i], _mm_loadu_ps(from + (12 + i) * from_stride), 3);
+    }
+    __m512d a = (__m512d)_mm512_unpacklo_ps(x[0], x[1]), b = (__m512d)_mm512_unpackhi_ps(x[0], x[1]);
+    __m512d c = (__m512d)_mm512_unpacklo_ps(x[2], x[3]), d = (__m512d)_mm512_unpackhi_ps(x[2], x[3]);
+    _mm512_storeu_ps(to, (__m512)_mm512_unpacklo_pd(a, c));
+    _mm512_storeu_ps(to + to_stride, (__m512)_mm512_unpackhi_pd(a, c));
+    _mm512_storeu_ps(to + 2 * to_stride, (__m512)_mm512_unpacklo_pd(b, d));
+    _mm512_storeu_ps(to + 3 * to_stride, (__m512)_mm512_unpackhi_pd(b, d));
 }
 
 INLINE __m256i round_to_bf16(__m512 x) { return (__m256i)_mm512_cvtneps_pbh(x); }

@@ -4,7 +4,8 @@
 #ifndef FD_ATTENTION_PAIRS_H
 #define FD_ATTENTION_PAIRS_H
 
-#include "attention_vectors.h"
+#include "row_block.h"
+#include "transpose.h"
 
 #ifdef __AVX512BF16__
 
@@ -12,22 +13,6 @@ enum {
     PAIR_VALUES = 32, /* values of a chunk */
     QUERY_BLOCK = 4,  /* queries that share a read of the keys: 4 x 4 sums stay in registers */
 };
-
-/* Four numbers each of rows i, i + 4, i + 8 and i + 12. */
-INLINE __m512 load_fours(const float *a, const float *b, const float *c, const float *d) {
-    __m512 x = _mm512_insertf32x4(_mm512_castps128_ps512(_mm_loadu_ps(a)), _mm_loadu_ps(b), 1);
-    return _mm512_insertf32x4(_mm512_insertf32x4(x, _mm_loadu_ps(c), 2), _mm_loadu_ps(d), 3);
-}
-
-/* Four columns of 16 rows, loaded as above for i from 0 to 3, as four rows. */
-INLINE void transpose_fours(const __m512 *x, float *to, long to_stride) {
-    __m512d a = (__m512d)_mm512_unpacklo_ps(x[0], x[1]), b = (__m512d)_mm512_unpackhi_ps(x[0], x[1]);
-    __m512d c = (__m512d)_mm512_unpacklo_ps(x[2], x[3]), d = (__m512d)_mm512_unpackhi_ps(x[2], x[3]);
-    _mm512_storeu_ps(to, (__m512)_mm512_unpacklo_pd(a, c));
-    _mm512_storeu_ps(to + to_stride, (__m512)_mm512_unpackhi_pd(a, c));
-    _mm512_storeu_ps(to + 2 * to_stride, (__m512)_mm512_unpacklo_pd(b, d));
-    _mm512_storeu_ps(to + 3 * to_stride, (__m512)_mm512_unpackhi_pd(b, d));
-}
 
 /* One head of a pool of bf16 or int8 keys or values. */
 typedef struct {
@@ -48,20 +33,16 @@ INLINE void prefetch_pairs(pair_pool p, int32_t slot) {
 
 /* The first 16 of `count` keys, [word][key], the last key in place of those that are missing. */
 static void transpose_keys(pair_pool p, const int32_t *slots, int count, uint32_t *to) {
-    const float *key[LANES];
-    uint16_t widened[p.kind == FD_KV_INT8 ? LANES * p.dim : 1] __attribute__((aligned(64)));
+    long at[LANES];
     for (int i = 0; i < LANES; i++) {
-        long at = find_pair_head(p, slots[i < count ? i : count - 1]);
+        at[i] = find_pair_head(p, slots[i < count ? i : count - 1]);
         if (i + KEYS_AHEAD < count) prefetch_pairs(p, slots[i + KEYS_AHEAD]);
-        key[i] = (const float *)(p.kind == FD_KV_BF16 ? (const uint16_t *)p.numbers + at : widened + i * p.dim);
-        for (int d = 0; p.kind == FD_KV_INT8 && d < p.dim; d += 2 * LANES)
-            _mm512_storeu_si512(widened + i * p.dim + d, load_pairs(p.numbers, at + d, FD_KV_INT8));
     }
-    for (int w = 0; w < p.dim / 2; w += 4) {
-        __m512 x[4];
-        _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++)
-            x[i] = load_fours(key[i] + w, key[i + 4] + w, key[i + 8] + w, key[i + 12] + w);
-        transpose_fours(x, (float *)to + w * LANES, LANES);
+    for (int d = 0; d < p.dim; d += 2 * LANES) {
+        vf words[LANES];
+        _Pragma("GCC unroll 16") for (int i = 0; i < LANES; i++) words[i] = (vf)load_pairs(p.numbers, at[i] + d, p.kind);
+        transpose_lanes(words);
+        _Pragma("GCC unroll 16") for (int i = 0; i < LANES; i++, to += LANES) store((float *)to, words[i]);
     }
 }
 
@@ -160,6 +141,97 @@ static void order_all_columns(float *out, int count) {
         vf low = load(out + i), high = load(out + i + LANES);
         order_columns(out + i, &low, &high);
     }
+}
+
+/* Scores of all rows and the 16 keys from rank `first` on. */
+static void score_pairs(const row_block *b, const uint32_t *q, const uint32_t *keys, int first) {
+    const int words = b->a->head_dim / 2, queries = b->num_rows * b->heads;
+    vf score[QUERY_BLOCK];
+    for (int from = 0; from < queries; from += QUERY_BLOCK) {
+        int n = queries - from < QUERY_BLOCK ? queries - from : QUERY_BLOCK;
+        score_query_block(q + (long)from * words, keys, words, n, score);
+        for (int i = 0; i < n; i++) {
+            int row = (from + i) / b->heads;
+            row_part part = b->parts[row];
+            store_scores(score[i], part.from - first, part.shared - first,
+                         find_scores(b, row, (from + i) % b->heads) + first - part.from);
+        }
+    }
+}
+
+static void score_own_pairs(const row_block *b, int row, pair_pool p, const uint32_t *q, uint32_t *keys) {
+    const row_part part = b->parts[row];
+    const int own = find_own_slots(b, row, part.shared);
+    vf score[QUERY_BLOCK];
+    for (int i = 0; i < own; i += LANES) {
+        transpose_keys(p, b->own_slots + i, own - i, keys);
+        score_query_block(q, keys, p.dim / 2, b->heads, score);
+        for (int h = 0; h < b->heads; h++)
+            store_scores(score[h], 0, own - i, find_scores(b, row, h) + part.shared - part.from + i);
+    }
+}
+
+/* Scores of all rows. */
+static void score_rows_by_pairs(const row_block *b, uint32_t *keys) {
+    const fd_attention *a = b->a;
+    const pair_pool p = view_pool(a, a->keys, b->kv_head);
+    const int width = b->heads * a->head_dim;
+    uint32_t q[b->num_rows * width / 2];
+    for (int r = 0; r < b->num_rows; r++) convert_to_bf16(a->query + find_row(b, r), width, (uint16_t *)q + (long)r * width);
+    for (int first = b->lo; first < b->hi; first += LANES) {
+        transpose_keys(p, b->slots + first - b->lo, b->hi - first, keys);
+        score_pairs(b, q, keys, first);
+    }
+    for (int r = 0; r < b->num_rows; r++) score_own_pairs(b, r, p, q + (long)r * width / 2, keys);
+}
+
+/* A row's part whose shared ranks are whole pairs, because the value after its last one is another row's. The longest row
+ * has none after it. */
+INLINE row_part find_pairs(const row_block *b, int row) {
+    row_part part = b->parts[row];
+    if (part.shared < b->hi) part.shared = part.from + (part.shared - part.from) / 2 * 2;
+    return part;
+}
+
+/* Adds the values of the pairs from rank `first` to `to` of a row. */
+INLINE void sum_pairs(const row_block *b, int row, const uint32_t *pairs, int first, int to) {
+    const int from = b->parts[row].from;
+    const uint32_t *weight = (const uint32_t *)find_scores(b, row, 0) + (first - from) / 2;
+    add_up_chunk(weight, b->ranks, pairs, (to - first + 1) / 2, b->a->head_dim, b->a->out + find_row(b, row), b->heads);
+}
+
+/* Adds the values of a chunk from rank `first` on, for the rows whose pairs begin there. */
+static void sum_shared_pairs(const row_block *b, pair_pool p, int first, uint32_t *pairs) {
+    int is_read = 0;
+    for (int r = 0; r < b->num_rows; r++) {
+        row_part seen = cut_part(find_pairs(b, r), first, first + PAIR_VALUES);
+        if ((first - b->parts[r].from) % 2 || seen.from >= seen.to) continue;
+        if (!is_read) interleave_values(p, b->slots + first - b->lo, b->hi - first, pairs);
+        is_read = 1;
+        sum_pairs(b, r, pairs + (long)(seen.from - first) / 2 * p.dim, seen.from, seen.to);
+    }
+}
+
+static void sum_own_pairs(const row_block *b, int row, pair_pool p, uint32_t *pairs) {
+    const int from = find_pairs(b, row).shared, own = find_own_slots(b, row, from);
+    for (int i = 0; i < own; i += PAIR_VALUES) {
+        int count = own - i < PAIR_VALUES ? own - i : PAIR_VALUES;
+        interleave_values(p, b->own_slots + i, own - i, pairs);
+        sum_pairs(b, row, pairs, from + i, from + i + count);
+    }
+    order_all_columns(b->a->out + find_row(b, row), b->heads * p.dim);
+}
+
+/* Weighted sums of the values of all rows. */
+static void sum_rows_by_pairs(const row_block *b, uint32_t *chunk) {
+    const fd_attention *a = b->a;
+    const pair_pool p = view_pool(a, a->values, b->kv_head);
+    for (int r = 0; r < b->num_rows; r++) memset(a->out + find_row(b, r), 0, 4ul * b->heads * p.dim);
+    for (int first = b->lo; first < b->hi; first += PAIR_VALUES) {
+        sum_shared_pairs(b, p, first, chunk);
+        sum_shared_pairs(b, p, first + 1, chunk); /* windows of an odd number of keys less */
+    }
+    for (int r = 0; r < b->num_rows; r++) sum_own_pairs(b, r, p, chunk);
 }
 
 #endif
