@@ -78,7 +78,7 @@ done
 
 # docs/controller.md
 figure pairs python benchmarks/controller_cells.py --pairs --threads 2 --out "$out/pairs"
-figure cells python benchmarks/controller_cells.py --minutes 0.75 --threads 2 --streams 1,2,4 --out "$out/cells"
+figure cells python benchmarks/controller_cells.py --minutes 0.4 --threads 2 --streams 1,2,4 --out "$out/cells"
 figure cells_grown python benchmarks/controller_cells.py --pairs --minutes 0.4 --threads 2 --streams 1,4,16 \
     --model "$out/grown430" --spec-model src/foredraft/zoo/draft --methods draft_model,ngram,suffix --out "$out/cells_grown"
 figure controller_sim python benchmarks/controller_sim.py --steps 1500 --loads 1,4
