@@ -5,7 +5,8 @@
 The load is a closed loop as in serving.py, so it includes admission, prompts, page tables, prefix hashes and the ends
 of requests. The time of a part excludes other parts that it calls, so the parts add up to the step. `target`,
 `drafter` and `sampling and verification` are the work. The rest is bookkeeping, which should be 5 % of the step at
-most. Reading the clock is included, at about 0.3 microseconds per call. `--clock cpu` counts processor time of the
+most. The last lines have the limit of the target's part in the steps of each fixed mode, without prompts.
+Reading the clock is included, at about 0.3 microseconds per call. `--clock cpu` counts processor time of the
 thread that steps, which other programs do not lengthen; other threads of a pass of the target are then not counted.
 """
 
@@ -23,6 +24,7 @@ from foredraft import LLM, Sampling
 from foredraft.bench import questions
 from foredraft.bench.load import AUTO, OFF, ClosedLoopResult, LoadWorkload
 from foredraft.bench.load_drivers import EngineDriver
+from foredraft.bench.pass_limits import LimitsMeter
 from foredraft.engine import engine as engine_module
 from foredraft.llm import MemoryLimits
 
@@ -206,14 +208,20 @@ def main() -> None:
     for mode in options.modes.split(","):
         drivers[mode] = EngineDriver(create_llm(llm, mode, options.method), sampling, CLOCKS[options.clock])
         drivers[mode].run(workload.make_requests(options.streams, -1), options.streams)
-    timings_by_mode = {mode: ModeTimings() for mode in drivers}
+    timings_by_mode, meter = {mode: ModeTimings() for mode in drivers}, LimitsMeter(llm.target)
     for number in range(options.rounds):
+        meter.measure()
         for mode in [*drivers][number % len(drivers) :] + [*drivers][: number % len(drivers)]:
             measure_round(drivers[mode], workload, options.streams, number, timings_by_mode[mode])
     print(format_table(timings_by_mode))
     shares = {mode: 1 - timings.compute_share(WORK) for mode, timings in timings_by_mode.items()}
     for mode, share in shares.items():
         print(f"{mode}: bookkeeping {share:.2%} of the step" + ("" if share <= ALLOWED else f", above {ALLOWED:.0%}"))
+    if meter.limits is not None:
+        print(f"limits of the target at {meter.limits.describe_machine()}:")
+        for mode in (mode for mode in drivers if mode != AUTO):
+            rows = options.streams * (1 + (0 if mode == OFF else int(mode)))
+            print(f"{mode}: {meter.limits.describe(rows)} for {rows} tokens")
     if options.json:
         rounds = {
             mode: [{"steps": timer.num_steps, "seconds": timer.seconds} for timer in timings.rounds]

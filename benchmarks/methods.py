@@ -3,11 +3,12 @@
     python benchmarks/methods.py [--workloads code,editing,logs,prose] [--methods ...] [--prompts 12] [--max-tokens 128]
                                  [--rounds 1] [--json FILE] [--markdown FILE]
 
-A cell has the acceptance length, the speed-up and the share of time in the drafter. The acceptance length includes the
+A cell has the acceptance length, the speed-up, the share of time in the drafter, and the share that was reached of the
+limit, at which only the target's passes over output and drafts take time. The acceptance length includes the
 bonus token. The speed-up is the median over prompts of (time per token of plain decoding / time per token of the
 method). All methods take turns prompt by prompt in one run. `name:8` drafts at most eight tokens in every step; `name`
-alone adapts the length to measured times, which is the default. Sampling has no seed, so the rule
-is that of `--verify`.
+alone adapts the length to measured times, which is the default. Sampling has no seed, so the rule is that of
+`--verify`.
 The last rows compare every ensemble `a+b` with the best of its members.
 """
 
@@ -22,6 +23,7 @@ from typing import Any
 from foredraft import LLM, Sampling
 from foredraft.bench import latency, methods, questions
 from foredraft.bench.latency import LatencyRow
+from foredraft.bench.pass_limits import LimitsMeter
 from foredraft.cli.backend import silence_transformers
 from foredraft.drafters.registry import load_methods
 
@@ -34,6 +36,7 @@ RowsByColumn = dict[tuple[str, str], list[LatencyRow]]  # (workload, mode) -> on
 
 
 def measure_methods(llm: LLM, generators: Mapping[str, Any], options: argparse.Namespace) -> RowsByColumn:
+    """Measure all columns; the speeds of the machine are printed on stderr."""
     rows_by_column: RowsByColumn = {}
     for workload in options.workloads.split(","):
         prompts = questions.load_questions(Path(workload), options.prompts)
@@ -44,24 +47,32 @@ def measure_methods(llm: LLM, generators: Mapping[str, Any], options: argparse.N
                 print(f"\r{column}: {name:40}", end="", file=sys.stderr)
 
             context = llm.target.context_length
+            meter = LimitsMeter(llm.target)
             outcome = latency.measure(
-                generators, prompts, llm.tokenizer, context, sampling, options.rounds, print_progress
+                generators, prompts, llm.tokenizer, context, sampling, options.rounds, print_progress, meter=meter
             )
-            rows_by_column[workload, mode] = latency.build_rows(outcome, sampling)
-    print(file=sys.stderr)
+            rows_by_column[workload, mode] = latency.build_rows(outcome, sampling, meter.limits)
+            if meter.limits is not None:
+                print(f"\r{workload}, {mode}: {meter.limits.describe_machine()}", file=sys.stderr)
     return rows_by_column
 
 
 def format_table(rows_by_column: RowsByColumn) -> list[str]:
-    """Format one row per method; a cell has acceptance length, speed-up and drafting share."""
+    """Format one row per method."""
     lines = ["| method | " + " | ".join(f"{workload}, {mode}" for workload, mode in rows_by_column) + " | same text |"]
     lines.append("|---|" + "---:|" * len(rows_by_column) + "---:|")
     for rows in zip(*rows_by_column.values(), strict=True):
-        cells = [f"{r.acceptance_length:.2f} · {r.speed_up:.2f}x · {r.draft_share:.0%}" for r in rows]
+        cells = [format_cell(row) for row in rows]
         comparable = [r for r in rows if r.identical is not None]
         agreement = f"{sum(r.identical or 0 for r in comparable)}/{sum(r.prompts for r in comparable)}"
         lines.append(f"| {rows[0].method} | " + " | ".join(cells) + f" | {agreement} |")
     return lines
+
+
+def format_cell(row: LatencyRow) -> str:
+    cell = f"{row.acceptance_length:.2f} · {row.speed_up:.2f}x · {row.draft_share:.0%}"
+    limit = row.limit_tokens_per_second
+    return cell if limit is None else f"{cell} · {row.tokens_per_second / limit:.0%}"
 
 
 def format_ensembles(rows_by_column: RowsByColumn) -> list[str]:

@@ -4,7 +4,8 @@
                                       [--grown FOLDER] [--prompts 12] [--max-tokens 128] [--streams 1,4]
                                       [--markdown FILE]
 
-A cell has the acceptance length, bonus token included, and the speed over plain decoding: the median over groups of
+A cell has the acceptance length, bonus token included, the speed over plain decoding, and the share that was reached of
+the limit, at which only the target's passes over output and drafts take time. The speed is the median over groups of
 prompts of the ratio of seconds. A group has as many prompts as streams, which begin together and have equal numbers of
 tokens. All rows take turns group by group. A sampled run has no seed, so the rule is that of `--verify`.
 
@@ -33,6 +34,7 @@ from typing import Any
 from foredraft import LLM, Sampling, zoo
 from foredraft.bench import methods, questions
 from foredraft.bench.methods import PLAIN
+from foredraft.bench.pass_limits import LimitsMeter, PassLimits
 from foredraft.cli.backend import silence_transformers
 from foredraft.drafter_factory import DrafterFactory
 from foredraft.drafters.interface import Drafter
@@ -125,14 +127,18 @@ def make_small_drafter(small: LLM, spec: dict[str, Any]) -> Drafter:
 
 
 def measure(
-    generators: Mapping[str, LLM], prompts: Sequence[list[int]], streams: int, sampling: Sampling
+    generators: Mapping[str, LLM], prompts: Sequence[list[int]], streams: int, sampling: Sampling, meter: LimitsMeter
 ) -> dict[str, list[GroupRun]]:
-    """Run all groups of `streams` prompts through all rows in rotating order; an incomplete last group is left out."""
+    """Run all groups of `streams` prompts through all rows in rotating order; an incomplete last group is left out.
+
+    The machine is measured before every group.
+    """
     names = list(generators)
     for name in names:
         run_group(generators[name], prompts[:streams], replace(sampling, max_tokens=WARM_UP_TOKENS))
     runs: dict[str, list[GroupRun]] = {name: [] for name in names}
     for number in range(len(prompts) // streams):
+        meter.measure()
         group, shift = prompts[number * streams : (number + 1) * streams], number % len(names)
         for name in names[shift:] + names[:shift]:
             print(f"\r{streams} streams, group {number + 1}: {name:30}", end="", file=sys.stderr)
@@ -150,9 +156,14 @@ def run_group(llm: LLM, prompts: Sequence[list[int]], sampling: Sampling) -> Gro
     return GroupRun(seconds, sum_stats(completion.stats for completion in completions))
 
 
-def format_cell(runs: Sequence[GroupRun], plain: Sequence[GroupRun]) -> str:
+def format_cell(runs: Sequence[GroupRun], plain: Sequence[GroupRun], streams: int, limits: PassLimits | None) -> str:
     speed_up = statistics.median(base.seconds / run.seconds for run, base in zip(runs, plain, strict=True))
-    return f"{sum_stats(run.stats for run in runs).acceptance_length:.2f} · {speed_up:.2f}x"
+    stats = sum_stats(run.stats for run in runs)
+    cell = f"{stats.acceptance_length:.2f} · {speed_up:.2f}x"
+    if limits is None:
+        return cell
+    speed = stats.num_tokens / sum(run.seconds for run in runs)
+    return f"{cell} · {speed / limits.compute_draft_speed(stats, streams):.0%}"
 
 
 def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -180,15 +191,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     tokenizer: Any = llm.tokenizer
     texts = [question.turns[0] for question in questions.load_questions(Path(options.workload), options.prompts)]
     prompts = [tokenizer(text).input_ids for text in texts]
-    columns: dict[str, dict[str, list[GroupRun]]] = {}
+    columns: dict[str, dict[str, str]] = {}
     for streams in map(int, options.streams.split(",")):
         for mode, sampling in MODES.items():
-            title = f"{mode}, {streams} stream{'s' * (streams > 1)}"
-            columns[title] = measure(generators, prompts, streams, replace(sampling, max_tokens=options.max_tokens))
-    print(file=sys.stderr)
+            title, meter = f"{mode}, {streams} stream{'s' * (streams > 1)}", LimitsMeter(llm.target)
+            runs = measure(generators, prompts, streams, replace(sampling, max_tokens=options.max_tokens), meter)
+            columns[title] = {name: format_cell(runs[name], runs[PLAIN], streams, meter.limits) for name in generators}
+            if meter.limits is not None:
+                print(f"\r{title}: {meter.limits.describe_machine()}", file=sys.stderr)
     lines = ["| drafter | " + " | ".join(columns) + " |", "|---|" + "---:|" * len(columns)]
     for name in generators:
-        lines.append(f"| {name} | " + " | ".join(format_cell(c[name], c[PLAIN]) for c in columns.values()) + " |")
+        lines.append(f"| {name} | " + " | ".join(cells[name] for cells in columns.values()) + " |")
     text = "\n".join(lines)
     print(text)
     if options.markdown:

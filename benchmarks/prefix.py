@@ -21,6 +21,7 @@ from pathlib import Path
 
 from foredraft import LLM, Completion, Sampling
 from foredraft.bench import methods
+from foredraft.bench.pass_limits import LimitsMeter
 from foredraft.drafters.registry import load_methods
 from foredraft.llm import MemoryLimits
 from foredraft.outputs import Stats, sum_stats
@@ -167,13 +168,23 @@ def main() -> None:
         engines[text] = llm.with_drafter(dict(method.spec))
     prompts = make_prompt_pairs(llm, options.prompts, options.prompt_tokens, options.shared)
     rows = {name: PrefixRow(name) for name in engines}
+    meter = LimitsMeter(llm.target)
     for name, engine in engines.items():  # warm-up; its salt separates its pages from the measurement
         measure_pair(engine, PrefixRow(name), prompts[0], -1, sampling)
     for number, prompt in enumerate(prompts):
+        meter.measure()
         names = [*engines][number % len(engines) :] + [*engines][: number % len(engines)]
         for name in names:
             measure_pair(engines[name], rows[name], prompt, number, sampling)
     print(format_table([*rows.values()]))
+    if meter.limits is not None:
+        size = options.prompt_tokens
+        page_size = llm.limits.page_size
+        rest = size - round(options.shared * size) // page_size * page_size
+        print(
+            f"limits at {meter.limits.describe_machine()}: {meter.limits.describe(size, logit_rows=1)} for {size} "
+            f"tokens of a prompt, {meter.limits.describe(rest, logit_rows=1)} for the {rest} that are not cached"
+        )
     for row in rows.values():
         print(format_verdict(row))
     if options.json:

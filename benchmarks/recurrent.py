@@ -4,7 +4,8 @@
 
 Random bfloat16 models have the shapes of published ones with a small vocabulary, and `--share` of their layers. All of
 them read packed weights by native products. The paths: `torch`: modules with recurrences, norms and attention by
-torch's operators. `modules`: modules with native recurrences and attention. `native`: one call per pass. The paths take
+torch's operators. `modules`: modules with native recurrences and attention. `native`: one call per pass. `limit`: the
+longer of the times to read the weights and to multiply; states and recurrences are left out. The paths take
 turns in every round. A pass over 8 rows verifies a chain or a tree; a prompt is a chunk of its own.
 """
 
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 import transformers as hf
 
+from foredraft.bench.pass_limits import LimitsMeter
 from foredraft.engine.calibrate import spread_tokens
 from foredraft.kernels.cpu.library import load_library
 from foredraft.models.forward_batch import ForwardBatch, Span
@@ -115,7 +117,9 @@ def measure(name: str, config: Any, rounds: int) -> None:
         "tree": lambda lm: lm.forward(build_pass(CONTEXT, tokens, TREE)),
     }
     times = {path: {work: list[float]() for work in works} for path in paths}
+    meter = LimitsMeter(paths["native"])
     for number in range(rounds + 1):
+        meter.measure()
         for work, run in works.items():
             for path, lm in paths.items():
                 start = time.perf_counter()
@@ -133,6 +137,21 @@ def measure(name: str, config: Any, rounds: int) -> None:
             f"{slow['prompt'] / found['prompt']:.2f}x |",
             flush=True,
         )
+    print(format_limits(name, config, meter), flush=True)
+
+
+def format_limits(name: str, config: Any, meter: LimitsMeter) -> str:
+    """Format the row of the limits."""
+    limits = meter.limits
+    assert limits is not None
+    one, eight, prompt = (
+        limits.compute_seconds(rows, logit_rows=logits) for rows, logits in ((1, 1), (8, 8), (PROMPT, 1))
+    )
+    return (
+        f"| {name}, {config.num_hidden_layers} layers | limit at {limits.describe_machine()} | {1 / one:.1f} | "
+        f"{1e3 * one:.1f} | {1e3 * eight:.1f} | {1e3 * eight:.1f} | {eight / one:.2f} | {eight / one:.2f} | "
+        f"{1e3 * prompt:.0f} | | | | |"
+    )
 
 
 def main() -> None:

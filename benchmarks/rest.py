@@ -7,7 +7,8 @@ The built-in target generates greedily with `num_speculative_tokens=0`; with `--
 the controller chooses the lengths, which soon rests if no draft pays. All engines take turns, one step each, so that
 they see the same state of the machine. The table has, per method, the median time of a step; of the target's pass; of
 what `observe` takes, with the preparation of its input; and the median over the steps of the time of a step over that
-of plain decoding in the same turn, less 1. Times are processor time of the thread, in microseconds.
+of plain decoding in the same turn, less 1. Times are processor time of the thread, in microseconds. The last
+line has the limit of the target's pass.
 """
 
 import argparse
@@ -20,6 +21,7 @@ from collections.abc import Callable
 import torch
 
 from foredraft import LLM, RequestOptions, Sampling
+from foredraft.bench.pass_limits import LimitsMeter
 
 PLAIN = "plain"
 PROMPT_TOKENS = 64
@@ -89,6 +91,8 @@ def main() -> None:
         pstats.Stats(profiler).sort_stats("tottime").print_stats(TOP_FUNCTIONS)
         return
     engines = {method: RestingEngine(method, args.requests, args.auto) for method in [PLAIN, *args.methods.split(",")]}
+    meter = LimitsMeter(engines[PLAIN].llm.target)
+    meter.measure()
     for number in range(WARM_UP_STEPS + args.steps):
         for engine in engines.values():
             engine.step()
@@ -98,6 +102,9 @@ def main() -> None:
     print("| method | step | target | observe | over plain |\n|---|---:|---:|---:|---:|")
     for method, engine in engines.items():
         print(format_row(method, engine, engines[PLAIN]))
+    meter.measure()
+    if meter.limits is not None:
+        print(f"limit of the pass: {meter.limits.describe(args.requests)} at {meter.limits.describe_machine()}")
 
 
 if __name__ == "__main__":

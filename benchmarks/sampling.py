@@ -4,7 +4,8 @@
 
 Logits are those of text (a bulk and 30 peaks, as in step_overhead.py) or flat (normal numbers at temperature 2). The
 native sampler and the reference run in turn in every round, over the same rows and new keys; figures are medians over
-the rounds, in microseconds of a call of `sample_tokens`, Python included. `equal` counts the rows of the rounds with a
+the rounds, in microseconds of a call of `sample_tokens`, Python included. The last line has the time to read a row's
+logits from memory with one thread. `equal` counts the rows of the rounds with a
 reference whose token equals that of the reference.
 """
 
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from foredraft import Sampling
+from foredraft.bench.machine_speed import measure_bandwidth
 from foredraft.kernels.sampler import find_sampler
 from foredraft.sampling import rng
 from foredraft.sampling.distribution import compute_reference_probs, process_logits
@@ -27,6 +29,7 @@ from foredraft.sampling.token_sampler import sample_tokens
 
 STREAMS = 16
 ROW_GOAL, STEP_GOAL, FLAT_FACTOR = 60, 1500, 2  # microseconds of a row, of a step of 16 rows with top-p 0.9
+BANDWIDTH_ROUNDS = 5
 HOT = 2.0  # temperature of the flat rows
 # label -> settings, goal of one row, goal of 16 rows; None = no goal
 CASES = {
@@ -119,6 +122,9 @@ def main() -> None:
                 limit = None if goal is None else goal * factor
                 timings.append(measure(kind, label, logits[:rows], settings, limit, args))
                 print(format_line(timings[-1]), flush=True)
+    speed = measure_bandwidth(sampler.library, BANDWIDTH_ROUNDS).one_thread
+    size = 4 * args.vocab
+    print(f"\nlimit by bytes: {size / speed / 1e3:.0f} us for the {size / 1e3:.0f} KB of a row, at {speed:.1f} GB/s")
     if args.json:
         args.json.write_text(json.dumps([asdict(t) for t in timings], indent=1))
 

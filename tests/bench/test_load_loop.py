@@ -363,12 +363,12 @@ def points() -> list[LoadPoint]:
 
 def test_the_tables_say_what_was_not_measured():
     ratios = load_report.build_ratio_table(points())
-    assert ratios.header[2:5] == ("auto / off", "K = 2 / off", "K = 4 / off")
-    assert ratios.rows[0] == ("1", "10.0", "2.00x", "2.10x", "1.80x", "K = 2", "0.95x")
-    assert ratios.rows[1] == ("8", "10.0", "1.00x", "-", "0.60x", "K = 4", "1.67x")
+    assert ratios.header[2:6] == ("limit of off", "auto / off", "K = 2 / off", "K = 4 / off")
+    assert ratios.rows[0] == ("1", "10.0", "-", "2.00x", "2.10x", "1.80x", "K = 2", "0.95x")
+    assert ratios.rows[1] == ("8", "10.0", "-", "1.00x", "-", "0.60x", "K = 4", "1.67x")
     cells = load_report.build_cell_table([cell for point in points() for cell in point.cells])
-    assert cells.rows[0][:5] == ("1", "off", "10.0", "1.00x", "1.00 1.00")
-    assert cells.rows[0][7] == "-", "one delta has no gap"
+    assert cells.rows[0][:6] == ("1", "off", "10.0", "-", "1.00x", "1.00 1.00")
+    assert cells.rows[0][8] == "-", "one delta has no gap"
 
 
 def test_the_plot_is_a_picture(tmp_path):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from foredraft.bench import micro
+from foredraft.bench import machine_speed, micro
 from foredraft.errors import ForedraftError
 from foredraft.kernels.cpu.library import load_library
 
@@ -11,7 +11,7 @@ from foredraft.kernels.cpu.library import load_library
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> micro.KernelBenchPlan:
     monkeypatch.setattr(micro, "COLD_BYTES", 1 << 18)
-    monkeypatch.setattr(micro, "READ_BYTES", 1 << 20)
+    monkeypatch.setattr(machine_speed, "READ_BYTES", 1 << 20)
     return micro.KernelBenchPlan(shapes=((64, 48),), rows=(1, 3), contexts=(20,), heads=(4, 2, 16), rounds=2)
 
 
@@ -33,6 +33,20 @@ def test_gigabytes_are_the_bytes_of_the_weights(small):
         per_weight = {"bfloat16": 2, "float32": 4, "int8": 1, "int4": 0.5}[product.kind]
         assert per_weight * 64 * 48 <= size * 1.001
         assert size <= 64 * 64 * (per_weight + 0.5)
+
+
+def test_limits_are_the_longer_of_reading_and_multiplying(small, monkeypatch):
+    monkeypatch.setattr(micro, "measure_peak", lambda *_: 1e-3)
+    report = micro.run(small)
+    slow = [p.limit_microseconds for p in report.data["products"]]
+    assert slow == [pytest.approx(2 * p.rows * 64 * 48 / 1e6 * 1e6) for p in report.data["products"]]
+    # rows see 20 + 1, + 2 and + 3 keys; a product of 4 heads, 16 wide, for scores and one for values
+    assert {m.rows: m.limit_microseconds for m in report.data["attention"]} == {
+        1: pytest.approx(4 * 4 * 16 * 21), 3: pytest.approx(4 * 4 * 16 * 66)
+    }  # fmt: skip
+    monkeypatch.setattr(micro, "measure_peak", lambda *_: 1e9)
+    for product in micro.run(small).data["products"]:
+        assert product.limit_microseconds / product.microseconds == pytest.approx(product.share, rel=1e-6)
 
 
 def test_reading_touches_every_byte():

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from foredraft.bench.methods import PLAIN
+from foredraft.bench.pass_limits import LimitsMeter, PassLimits
 from foredraft.bench.questions import PromptBuilder, Question
 from foredraft.errors import ForedraftError
 from foredraft.outputs import Completion, Stats, sum_stats
@@ -19,6 +20,7 @@ from foredraft.sampling.params import Sampling
 from foredraft.verification.registry import RULES
 
 WARM_UP_TOKENS = 16  # output tokens per method before the measurement
+LIMITS_INTERVAL = 8  # questions between two measurements of the machine
 
 
 class TextGenerator(Protocol):
@@ -61,6 +63,7 @@ class LatencyRow:
     num_tokens: int
     seconds: float  # sum over prompts of the median over rounds
     verification: str  # name of the verification rule
+    limit_tokens_per_second: float | None = None  # if only the target's passes over output and drafts took time
 
     @property
     def agreement(self) -> str:
@@ -84,6 +87,7 @@ def measure(
     rounds: int,
     on_progress: Callable[[str], None],
     cached_after: int = 0,
+    meter: LimitsMeter | None = None,
 ) -> LatencyOutcome:
     """Warm up all methods, then measure every prompt.
 
@@ -97,6 +101,7 @@ def measure(
         on_progress: called with the label of a method before it generates.
         cached_after: output tokens that each method generates from a prompt before its time counts, so that the prompt
             is in the prefix cache and the time is that of decoding. Default 0 = the time includes the prompt.
+        meter: measures the machine between questions. Default None = it is not measured.
 
     Raises:
         ForedraftError: a method failed.
@@ -108,6 +113,8 @@ def measure(
         _time_generation(name, generator, first_prompt[: max(1, context_length - warm_up.max_tokens)], warm_up)
     names, outcome = list(generators), LatencyOutcome({name: [] for name in generators})
     for number, question in enumerate(questions):
+        if meter is not None and number % LIMITS_INTERVAL == 0:
+            meter.measure()
         conversation = PromptBuilder(tokenizer)
         for turn, text in enumerate(question.turns):
             prompt = conversation.add_user_turn(text)
@@ -127,6 +134,8 @@ def measure(
                 outcome.runs[name].append(PromptRun(completions, times, question.category))
             answer = outcome.runs[PLAIN][-1].completions[0]
             conversation.add_answer(answer.token_ids, answer.text)
+    if meter is not None:
+        meter.measure()
     return outcome
 
 
@@ -141,8 +150,13 @@ def _time_generation(
     return completion, seconds
 
 
-def build_rows(outcome: LatencyOutcome, sampling: Sampling) -> list[LatencyRow]:
+def build_rows(outcome: LatencyOutcome, sampling: Sampling, limits: PassLimits | None = None) -> list[LatencyRow]:
     """Build the rows of the table, plain decoding first.
+
+    Args:
+        outcome: what was measured.
+        sampling: settings of every prompt.
+        limits: of the target on this machine; None = rows have no limit.
 
     Raises:
         ForedraftError: no prompt was measured.
@@ -150,7 +164,7 @@ def build_rows(outcome: LatencyOutcome, sampling: Sampling) -> list[LatencyRow]:
     plain = outcome.runs[PLAIN]
     if not plain:
         raise ForedraftError("no prompt fits the model's context with --max-tokens; ask for fewer tokens")
-    return [_build_row(name, runs, plain, sampling) for name, runs in outcome.runs.items()]
+    return [_build_row(name, runs, plain, sampling, limits) for name, runs in outcome.runs.items()]
 
 
 def build_category_rows(outcome: LatencyOutcome, sampling: Sampling) -> dict[str, list[LatencyRow]]:
@@ -165,7 +179,9 @@ def build_category_rows(outcome: LatencyOutcome, sampling: Sampling) -> dict[str
     return {name: build_rows(category_outcome, sampling) for name, category_outcome in outcomes.items()}
 
 
-def _build_row(name: str, runs: Sequence[PromptRun], plain: Sequence[PromptRun], sampling: Sampling) -> LatencyRow:
+def _build_row(
+    name: str, runs: Sequence[PromptRun], plain: Sequence[PromptRun], sampling: Sampling, limits: PassLimits | None
+) -> LatencyRow:
     stats: Stats = sum_stats(completion.stats for run in runs for completion in run.completions)
     tokens, seconds = sum(len(run.tokens) for run in runs), sum(run.seconds for run in runs)
     rule_name = runs[0].completions[0].verification
@@ -186,6 +202,7 @@ def _build_row(name: str, runs: Sequence[PromptRun], plain: Sequence[PromptRun],
         num_tokens=tokens,
         seconds=seconds,
         verification=rule_name,
+        limit_tokens_per_second=None if limits is None else limits.compute_draft_speed(stats),
     )
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from foredraft.bench import latency, methods, plot, report, verify_cost
 from foredraft.bench.methods import PLAIN, BenchMethod
+from foredraft.bench.pass_limits import LimitsMeter, PassLimits, format_limit
 from foredraft.bench.questions import Question
 from foredraft.errors import ForedraftError
 from foredraft.sampling.params import Sampling
@@ -45,18 +46,20 @@ class LatencyBench:
     categories: dict[str, list[latency.LatencyRow]] = field(default_factory=dict)
     costs: list[verify_cost.VerifyCost] = field(default_factory=list)
     too_long: list[str] = field(default_factory=list)
+    limits: PassLimits | None = None  # None = nothing generated, or the target has no packed weights
 
     def run(self) -> report.BenchReport:
         plan = self.plan
         if plan.questions:
             if self.llm.tokenizer is None:
                 raise ForedraftError(f"{self.llm.target.name} has no tokenizer; put tokenizer.json beside its weights")
+            meter = LimitsMeter(self.llm.target)
             outcome = latency.measure(
                 self._create_generators(), plan.questions, self.llm.tokenizer, self.llm.target.context_length,
-                plan.sampling,
-                plan.rounds, self.on_progress,
+                plan.sampling, plan.rounds, self.on_progress, meter=meter,
             )  # fmt: skip
-            self.rows, self.too_long = latency.build_rows(outcome, plan.sampling), outcome.too_long
+            self.limits, self.too_long = meter.limits, outcome.too_long
+            self.rows = latency.build_rows(outcome, plan.sampling, self.limits)
             self.categories = latency.build_category_rows(outcome, plan.sampling)
         if plan.verify_rows:
             self.on_progress("cost of verification")
@@ -92,6 +95,11 @@ class LatencyBench:
         ]
         if self.rows:
             notes.append(self._build_question_note())
+        if self.limits is not None:
+            notes.append(
+                "limit, tokens/s: only the target's passes over output and drafts take time, at "
+                f"{self.limits.describe_machine()}; in brackets how much of it is reached"
+            )
         for name, reason in self.skipped.items():
             notes.append(f"{name} was left out: {reason}")
         if self.too_long:
@@ -151,6 +159,7 @@ class LatencyBench:
             "categories": self.categories,
             "skipped": self.skipped,
             "too_long": self.too_long,
+            "limits": self.limits,
             "verify_cost": {"context": self.plan.context, "passes": self.costs} if self.costs else None,
         }
         return report.BenchReport("Latency", tuple(self._build_notes()), tuple(t for t in tables if t.rows), data)
@@ -159,12 +168,14 @@ class LatencyBench:
 def build_speed_table(rows: Sequence[latency.LatencyRow]) -> report.ReportTable:
     """Build the table of speeds, one row per method."""
     header = (
-        "method", "tokens/s", "speed-up", "acceptance length", "acceptance rate", "drafting share", "target passes",
-        "identical to plain",
+        "method", "tokens/s", "limit", "speed-up", "acceptance length", "acceptance rate", "drafting share",
+        "target passes", "identical to plain",
     )  # fmt: skip
     cells = [
         (
-            row.method, f"{row.tokens_per_second:.1f}", f"{row.speed_up:.2f}x", f"{row.acceptance_length:.2f}",
+            row.method, f"{row.tokens_per_second:.1f}",
+            format_limit(row.limit_tokens_per_second, row.tokens_per_second), f"{row.speed_up:.2f}x",
+            f"{row.acceptance_length:.2f}",
             f"{row.acceptance_rate:.2f}", report.format_percent(row.draft_share), str(row.target_passes), row.agreement,
         )
         for row in rows

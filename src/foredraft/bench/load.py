@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Protocol
 
+from foredraft.bench.pass_limits import LimitsMeter, PassLimits
 from foredraft.errors import ForedraftError
 from foredraft.outputs import Stats, sum_stats
 
@@ -151,6 +152,7 @@ class LoadCell:
     token_p99: float | None
     acceptance_length: float | None  # tokens per pass and request, bonus token included; None if unknown
     drafted: float | None  # draft tokens per pass and request
+    limit_tokens_per_second: float | None = None  # if only the target's passes over output and drafts took time
 
 
 @dataclass(frozen=True)
@@ -172,6 +174,7 @@ def measure(
     concurrency: int,
     budget: LoadBudget,
     on_progress: Callable[[str], None] = lambda _: None,
+    meter: LimitsMeter | None = None,
 ) -> LoadPoint:
     """Warm up all modes, then measure them round by round.
 
@@ -181,6 +184,7 @@ def measure(
         concurrency: number of streams.
         budget: limits on rounds and seconds.
         on_progress: called with a title before every loop.
+        meter: measures the machine before every round. Default None = it is not measured.
 
     Raises:
         ForedraftError: a request failed, or a round had no tokens.
@@ -203,13 +207,15 @@ def measure(
         requests = workload.make_requests(concurrency, number)
         shift = number % len(names)
         on_progress(f"{concurrency} streams, round {number + 1}")
+        if meter is not None:
+            meter.measure()
         gc.collect()  # garbage of the warm-up or of another round
         order = names[shift:] + names[:shift]
         results = run_in_turns({name: drivers[name].run_slices(requests, concurrency) for name in order})
         for name, result in results.items():
             loops[name].append(result)
         longest_round = max(longest_round, time.perf_counter() - round_start)
-    return build_point(concurrency, loops)
+    return build_point(concurrency, loops, None if meter is None else meter.limits)
 
 
 def run_in_turns(loops: Mapping[str, SlicedLoop]) -> dict[str, ClosedLoopResult]:
@@ -225,11 +231,19 @@ def run_in_turns(loops: Mapping[str, SlicedLoop]) -> dict[str, ClosedLoopResult]
     return results
 
 
-def build_point(concurrency: int, loops: Mapping[str, Sequence[ClosedLoopResult]]) -> LoadPoint:
-    """Compute the figures of all rounds at one concurrency."""
+def build_point(
+    concurrency: int, loops: Mapping[str, Sequence[ClosedLoopResult]], limits: PassLimits | None = None
+) -> LoadPoint:
+    """Compute the figures of all rounds at one concurrency.
+
+    Args:
+        concurrency: number of streams.
+        loops: mode -> its loop of every round.
+        limits: of the target on this machine. Default None = cells have no limit.
+    """
     speeds = {name: [loop.tokens_per_second for loop in rounds] for name, rounds in loops.items()}
     ratios = {name: _compute_ratios(rounds, speeds[OFF]) for name, rounds in speeds.items()}
-    cells = tuple(_build_cell(concurrency, name, rounds, ratios[name]) for name, rounds in loops.items())
+    cells = tuple(_build_cell(concurrency, name, rounds, ratios[name], limits) for name, rounds in loops.items())
     fixed = {cell.mode: cell.over_off for cell in cells if cell.mode not in (OFF, AUTO)}
     best = max(fixed, key=lambda mode: fixed[mode]) if fixed else None
     auto_over_best = (
@@ -244,13 +258,20 @@ def _compute_ratios(speeds: Sequence[float], others: Sequence[float]) -> list[fl
     return [speed / other for speed, other in zip(speeds, others, strict=True)]
 
 
-def _build_cell(concurrency: int, mode: str, loops: Sequence[ClosedLoopResult], ratios: Sequence[float]) -> LoadCell:
+def _build_cell(
+    concurrency: int,
+    mode: str,
+    loops: Sequence[ClosedLoopResult],
+    ratios: Sequence[float],
+    limits: PassLimits | None,
+) -> LoadCell:
     timelines = [timeline for loop in loops for timeline in loop.timelines]
     first_seconds = [timeline.first_token_seconds for timeline in timelines if timeline.first_token_seconds is not None]
     gaps = [gap for timeline in timelines for gap in timeline.iter_gaps()]
     seconds_per_token = [(gap / count, count) for gap, count in gaps]
     stats = [timeline.stats for timeline in timelines if timeline.stats is not None]
     total_stats = sum_stats(stats) if stats else None
+    limit = None if limits is None or total_stats is None else limits.compute_draft_speed(total_stats, concurrency)
     return LoadCell(
         concurrency=concurrency,
         mode=mode,
@@ -268,6 +289,7 @@ def _build_cell(concurrency: int, mode: str, loops: Sequence[ClosedLoopResult], 
         token_p99=compute_quantile(seconds_per_token, 0.99),
         acceptance_length=None if total_stats is None else total_stats.acceptance_length,
         drafted=None if total_stats is None else total_stats.num_drafted / max(1, total_stats.target_passes),
+        limit_tokens_per_second=limit,
     )
 
 

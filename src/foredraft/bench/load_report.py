@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from foredraft.bench import load, load_plot, report
 from foredraft.bench.load import AUTO, OFF, LoadBudget, LoadCell, LoadDriver, LoadPoint, LoadWorkload
 from foredraft.bench.load_drivers import EngineDriver, OpenAIEndpoint, WorkerDriver, fetch_model_name
+from foredraft.bench.pass_limits import LimitsMeter, format_limit
 from foredraft.bench.questions import PromptBuilder, Question
 from foredraft.errors import ForedraftError
 from foredraft.sampling.params import Sampling
@@ -57,6 +58,7 @@ class LoadBench:
     origin: str = "the engine, stepped in the thread that measures"  # measured system, for the notes
     points: list[LoadPoint] = field(default_factory=list)
     num_prompts: int = 0
+    machine_limits: list[str] = field(default_factory=list)  # speeds of the machine, by concurrency; empty = unknown
 
     def run(self) -> report.BenchReport:
         start = time.perf_counter()
@@ -78,7 +80,10 @@ class LoadBench:
                 seconds = remaining / (len(plan.concurrency) - index)
             active_drivers = {name: drivers[name] for name in plan.list_modes(concurrency)}
             budget = LoadBudget(plan.rounds, max_seconds=seconds)
-            self.points.append(load.measure(active_drivers, workload, concurrency, budget, self.on_progress))
+            meter = None if self.drivers else LimitsMeter(self.llm.target)  # a server may have another machine
+            self.points.append(load.measure(active_drivers, workload, concurrency, budget, self.on_progress, meter))
+            if meter is not None and meter.limits is not None:
+                self.machine_limits.append(f"{concurrency} streams: {meter.limits.describe_machine()}")
 
     def with_workers(self) -> "LoadBench":
         """Return a copy that runs every engine on a worker thread, as a server does."""
@@ -187,7 +192,9 @@ class LoadBench:
             "seconds": seconds,
             "points": self.points,
         }
-        notes = (*self._build_notes(), f"the run took {seconds / 60:.1f} minutes")
+        limit_note = "limit: only the target's passes over output and drafts take time, at the speeds of the machine"
+        limit_notes = [limit_note, *self.machine_limits] if self.machine_limits else []
+        notes = (*self._build_notes(), *limit_notes, f"the run took {seconds / 60:.1f} minutes")
         title = f"Load: {self._title}"
         return report.BenchReport(title, notes, (build_ratio_table(self.points), build_cell_table(cells)), data)
 
@@ -198,6 +205,7 @@ def build_ratio_table(points: Sequence[LoadPoint]) -> report.ReportTable:
     header = (
         "streams",
         "off, tokens/s",
+        "limit of off",
         *(f"{format_mode(mode)} / off" for mode in modes),
         "best fixed",
         "auto / best fixed",
@@ -211,6 +219,7 @@ def build_ratio_table(points: Sequence[LoadPoint]) -> report.ReportTable:
             (
                 str(point.concurrency),
                 "-" if off is None else f"{off.tokens_per_second:.1f}",
+                "-" if off is None else format_limit(off.limit_tokens_per_second, off.tokens_per_second),
                 *("-" if cell is None else f"{cell.over_off:.2f}x" for cell in cells),
                 "-" if point.best_fixed is None else format_mode(point.best_fixed),
                 "-" if over is None else f"{over:.2f}x",
@@ -222,12 +231,13 @@ def build_ratio_table(points: Sequence[LoadPoint]) -> report.ReportTable:
 def build_cell_table(cells: Sequence[LoadCell]) -> report.ReportTable:
     """Build the table of all figures, one row per mode and concurrency."""
     header = (
-        "streams", "mode", "tokens/s", "/ off", "lowest and highest round", "TTFT p50, ms", "p99", "gap p50, ms",
-        "p99", "per token p50, ms", "p99", "acceptance length", "drafted a pass", "requests", "rounds",
+        "streams", "mode", "tokens/s", "limit, tokens/s", "/ off", "lowest and highest round", "TTFT p50, ms", "p99",
+        "gap p50, ms", "p99", "per token p50, ms", "p99", "acceptance length", "drafted a pass", "requests", "rounds",
     )  # fmt: skip
     rows = [
         (
-            str(cell.concurrency), format_mode(cell.mode), f"{cell.tokens_per_second:.1f}", f"{cell.over_off:.2f}x",
+            str(cell.concurrency), format_mode(cell.mode), f"{cell.tokens_per_second:.1f}",
+            format_limit(cell.limit_tokens_per_second, cell.tokens_per_second), f"{cell.over_off:.2f}x",
             f"{min(cell.over_off_rounds):.2f} {max(cell.over_off_rounds):.2f}",
             *("-" if value is None else f"{1000 * value:.1f}" for value in (
                 cell.first_p50, cell.first_p99, cell.gap_p50, cell.gap_p99, cell.token_p50, cell.token_p99

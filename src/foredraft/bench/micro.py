@@ -5,7 +5,6 @@ the products.
 """
 
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from foredraft.bench.machine_speed import MemoryBandwidth, measure_bandwidth, measure_peak, time_call
 from foredraft.bench.report import BenchReport, ReportTable, describe_machine, format_machine_note
 from foredraft.errors import ForedraftError
 from foredraft.kernels import arena
@@ -25,7 +25,6 @@ from foredraft.kernels.tuning import Tuning, tune_products
 from foredraft.models.forward_batch import ForwardBatch, Span
 
 COLD_BYTES = 256 << 20  # bytes of weights that are multiplied in turn, more than a cache holds
-READ_BYTES = 512 << 20  # bytes per measurement of the bandwidth
 WEIGHT_KINDS = {"bfloat16": None, "float32": None, "int8": "int8", "int4": "int4"}
 KEY_KINDS = ("bfloat16", "int8")  # formats of keys and values
 PAGE_SIZE = 16  # slots of a KV page
@@ -60,6 +59,7 @@ class LinearTiming:
     microseconds: float
     gigabytes: float  # weights read, GB/s
     share: float  # of the bandwidth in the same run
+    limit_microseconds: float  # the longer of the times to read the weights and to multiply, at the speeds of the run
     ratio: float  # time over that of the first row count
     over_torch: float | None  # time of torch over that of the kernel; None if torch has no such product
 
@@ -72,15 +72,8 @@ class AttentionTiming:
     context: int
     rows: int
     microseconds: float
+    limit_microseconds: float  # to multiply, at the speed of bfloat16 products; keys and values may be in a cache
     over_torch: float  # time of torch, with keys and values in bfloat16, over that of the kernel
-
-
-@dataclass(frozen=True)
-class MemoryBandwidth:
-    """Bandwidth of sequential reads, in GB/s."""
-
-    one_thread: float
-    all_threads: float
 
 
 def run(plan: KernelBenchPlan, on_progress: Callable[[str], None] = lambda title: None) -> BenchReport:
@@ -117,27 +110,6 @@ def _describe_tunings(tunings: tuple[Tuning, ...]) -> str:
     return f"tuning by rows: {'; '.join(parts)}"
 
 
-def measure_bandwidth(native: NativeLibrary, rounds: int) -> MemoryBandwidth:
-    """Measure sequential reads of `READ_BYTES`: the median of `rounds`, with one thread and with all."""
-    memory = arena.allocate_zeros((READ_BYTES,), torch.uint8).fill_(
-        1
-    )  # untouched zero pages may share one physical page
-    threads, gigabytes_per_second = torch.get_num_threads(), []
-    for count in (1, threads):
-        torch.set_num_threads(count)
-        native.sync_threads()
-        times = [_time_call(lambda: native.handle.fd_read_memory(memory.data_ptr(), READ_BYTES)) for _ in range(rounds)]
-        gigabytes_per_second.append(READ_BYTES / statistics.median(times) / 1e9)
-    torch.set_num_threads(threads)
-    return MemoryBandwidth(*gigabytes_per_second)
-
-
-def _time_call(action: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    action()
-    return time.perf_counter() - start
-
-
 def _measure_linear(
     native: NativeLibrary, plan: KernelBenchPlan, kind: str, shape: tuple[int, int]
 ) -> Iterator[LinearTiming]:
@@ -153,12 +125,14 @@ def _measure_linear(
     read_buffer = arena.allocate_zeros((COLD_BYTES,), torch.uint8).fill_(1)
     has_torch = WEIGHT_KINDS[kind] is None
     times: dict[int, list[tuple[float, float, float]]] = {rows: [] for rows in plan.rows}
+    peaks = []
     for _ in range(plan.rounds):
+        peaks.append(measure_peak(dtype, WEIGHT_KINDS[kind]))
         for rows in plan.rows:
             x = torch.randn(rows, k, dtype=dtype)
-            read_seconds = _time_call(lambda: native.handle.fd_read_memory(read_buffer.data_ptr(), COLD_BYTES))
-            native_seconds = _time_call(lambda x=x: _multiply_all(linear, x, packed)) / count  # type: ignore[misc]
-            torch_seconds = _time_call(lambda x=x: _multiply_all(F.linear, x, dense)) / len(dense) if has_torch else 0.0  # type: ignore[misc]
+            read_seconds = time_call(lambda: native.handle.fd_read_memory(read_buffer.data_ptr(), COLD_BYTES))
+            native_seconds = time_call(lambda x=x: _multiply_all(linear, x, packed)) / count  # type: ignore[misc]
+            torch_seconds = time_call(lambda x=x: _multiply_all(F.linear, x, dense)) / len(dense) if has_torch else 0.0  # type: ignore[misc]
             times[rows].append((native_seconds, torch_seconds, COLD_BYTES / read_seconds / 1e9))
     base = statistics.median(native_seconds for native_seconds, _, _ in times[plan.rows[0]])
     for rows in plan.rows:
@@ -167,9 +141,11 @@ def _measure_linear(
         )
         speed = size / native_seconds / 1e9
         over_torch = torch_seconds / native_seconds if has_torch else None
+        limit_seconds = max(size / read_speed, 2 * rows * n * k / statistics.median(peaks)) / 1e9
         yield LinearTiming(
-            kind, n, k, rows, native_seconds * 1e6, speed, speed / read_speed, native_seconds / base, over_torch
-        )
+            kind, n, k, rows, native_seconds * 1e6, speed, speed / read_speed, limit_seconds * 1e6,
+            native_seconds / base, over_torch,
+        )  # fmt: skip
 
 
 def _multiply_all(product: Callable[..., Tensor], x: Tensor, weights: "list[PackedWeight] | list[Tensor]") -> None:
@@ -193,14 +169,20 @@ def _measure_attention(plan: KernelBenchPlan, context: int, rows: int) -> Iterat
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
 
     times: dict[str, list[float]] = {name: [] for name in (*KEY_KINDS, "torch")}
+    peaks = [measure_peak(torch.bfloat16) for _ in range(plan.rounds)]
     for _ in range(ATTENTION_REPEATS * plan.rounds):
         for kind in KEY_KINDS:
-            seconds = _time_call(lambda kind=kind: attend(query, *pools[kind], packed, width**-0.5))  # type: ignore[misc]
+            seconds = time_call(lambda kind=kind: attend(query, *pools[kind], packed, width**-0.5))  # type: ignore[misc]
             times[kind].append(seconds)
-        times["torch"].append(_time_call(attend_with_torch))
+        times["torch"].append(time_call(attend_with_torch))
     medians = {name: statistics.median(seconds) for name, seconds in times.items()}
+    # every row sees the context, the rows before it and itself; scores and the sum of values take a product each
+    pairs = rows * context + rows * (rows + 1) // 2
+    limit_seconds = 2 * 2 * heads * width * pairs / statistics.median(peaks) / 1e9
     for kind in KEY_KINDS:
-        yield AttentionTiming(kind, context, rows, medians[kind] * 1e6, medians["torch"] / medians[kind])
+        yield AttentionTiming(
+            kind, context, rows, medians[kind] * 1e6, limit_seconds * 1e6, medians["torch"] / medians[kind]
+        )
 
 
 def _build_report(
@@ -215,6 +197,8 @@ def _build_report(
         format_machine_note(facts) + f"; kernels for {native.instruction_set}",
         f"memory read at {bandwidth.one_thread:.1f} GB/s by one thread, {bandwidth.all_threads:.1f} by all; the share "
         "is of the bandwidth measured between the products",
+        "limit: the longer of the times to read the weights and of the products in a cache, in brackets how much of it "
+        "is reached; of attention the products alone",
         _describe_tunings(tune_products(native)),
         f"{COLD_BYTES >> 20} MB of weights take turns, so that no cache holds them; medians of {plan.rounds} rounds",
         f"attention of {plan.heads[0]} heads on {plan.heads[1]}, {plan.heads[2]} wide, queries in bfloat16; torch gets "
@@ -228,19 +212,27 @@ def _build_report(
             f"{p.microseconds:.0f}",
             f"{p.gigabytes:.1f}",
             f"{100 * p.share:.0f} %",
+            f"{p.limit_microseconds:.0f} ({100 * p.limit_microseconds / p.microseconds:.0f} %)",
             f"{p.ratio:.2f}",
             "" if p.over_torch is None else f"{p.over_torch:.2f}x",
         )
         for p in linear_timings
     )
-    header = ("weights", "shape", "rows", "us", "GB/s", "of memory", "T(rows) / T(1)", "torch takes")
+    header = ("weights", "shape", "rows", "us", "GB/s", "of memory", "limit, us", "T(rows) / T(1)", "torch takes")
     attention_rows = tuple(
-        (m.keys, str(m.context), str(m.rows), f"{m.microseconds:.0f}", f"{m.over_torch:.2f}x")
+        (
+            m.keys,
+            str(m.context),
+            str(m.rows),
+            f"{m.microseconds:.0f}",
+            f"{m.limit_microseconds:.0f}",
+            f"{m.over_torch:.2f}x",
+        )
         for m in attention_timings
     )
     tables = (
         ReportTable("Products", header, linear_rows, 3),
-        ReportTable("Attention", ("keys", "context", "rows", "us", "torch takes"), attention_rows, 3),
+        ReportTable("Attention", ("keys", "context", "rows", "us", "limit, us", "torch takes"), attention_rows, 3),
     )
     data = {
         "machine": facts,

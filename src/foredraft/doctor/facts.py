@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from foredraft.bench.micro import measure_bandwidth
+from foredraft.bench.machine_speed import measure_bandwidth
 from foredraft.bench.report import describe_machine, get_model_name
 from foredraft.doctor.candidate import Candidate
 from foredraft.drafters.registry import resolve_method
