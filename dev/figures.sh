@@ -64,12 +64,34 @@ figure ensembles_grown python benchmarks/methods.py --model "$out/grown430" \
 figure new_drafters python benchmarks/new_drafters.py
 figure new_drafters_grown python benchmarks/new_drafters.py --grown "$out/grown430"
 figure rest python benchmarks/rest.py --steps 500 --methods eagle3,hydra,draft_model
+figure bookkeeping python benchmarks/bookkeeping.py --rounds 2
 figure kv_dtype python -m benchmarks.kv_dtype
 figure quantization python benchmarks/quantization.py --windows 48
 figure serving_grown python benchmarks/serving.py --grown "$out/grown430" --json "$out/serving" --plot docs/serving.png
 figure prefix python benchmarks/prefix.py
+figure micro foredraft bench micro
+figure sampling python benchmarks/sampling.py --threads 1
+figure sampling_threads python benchmarks/sampling.py --threads 2 --reference-rounds 1
+for model in qwen3_5 lfm2; do
+    figure "recurrent_$model" python -m benchmarks.recurrent --rounds 5 --models $model
+done
+figure recurrent_granite4_h python -m benchmarks.recurrent --rounds 3 --models granite4_h --share 0.5
 figure recycling python benchmarks/methods.py --prompts 12 --verify reject \
     --methods ngram,suffix,lookahead,token_recycling
+figure corrections foredraft bench latency --model builtin-seq2seq --questions corrections --prompts 24 --stop-at-eos \
+    --rounds 3 --methods aggressive,aggressive:15,aggressive:23,aggressive:31,draft_model,draft_model:2,draft_model:4
+figure grown120_model foredraft bench grow --model builtin-seq2seq --params 120M --out "$out/grown120"
+figure corrections_grown foredraft bench latency --model "$out/grown120" --questions corrections --prompts 16 \
+    --stop-at-eos \
+    --methods aggressive,aggressive:15,aggressive:31,draft_model,draft_model:2,draft_model:4,draft_model:6
+for temperature in 0 1; do
+    figure "heads_seq2seq_t$temperature" foredraft bench latency --model builtin-seq2seq --questions corrections \
+        --prompts 16 --rounds 3 --stop-at-eos --temperature $temperature --methods \
+        aggressive,aggressive:23,draft_model,draft_model:4,blockwise:2,eagle:2,medusa:2,aggressive+blockwise,aggressive+draft_model
+    figure "heads_grown120_t$temperature" foredraft bench latency --model "$out/grown120" --questions corrections \
+        --prompts 16 --rounds 1 --stop-at-eos --temperature $temperature \
+        --methods aggressive,aggressive:23,draft_model,draft_model:4,draft_model:6,aggressive+draft_model
+done
 
 # docs/figures
 for name in acceptance draft_length trees medusa_heads lookahead early_exit block load serving; do
