@@ -61,11 +61,11 @@ def test_steps_of_different_sizes_that_waited_leave_what_steps_added_at_once_lea
     assert one.unread.count([0], one.step) == other.unread.count([0], other.step)
 
 
-def test_steps_of_one_size_that_waited_count_as_many_steps_of_their_median_time() -> None:
-    one, other, seconds = start(), start(), [1.1, 1.2, 1.9]
+def test_steps_of_one_size_that_waited_count_as_many_steps_of_their_mean_time() -> None:
+    one, other, seconds = start(), start(), [1.0, 1.25, 1.5]
     for i, step_time in enumerate(seconds):
         report = draft(step_time, accepted=range(1, 1 + i))
-        record(one, report._replace(step_time=1.2))
+        record(one, report._replace(step_time=1.25))
         record(other, report)
     one.settle()
     other.settle()

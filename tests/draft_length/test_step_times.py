@@ -62,9 +62,17 @@ def test_steps_of_one_size_become_one_and_others_keep_their_order() -> None:
     longer = make_draft(1.5)._replace(longest=4)
     steps = [make_draft(1.0), longer, make_draft(1.4)._replace(num_accepted=3), make_draft(9.0), make_plain(1.0)]
     merged = merge_equal_steps(steps)
-    assert [(step.num_equal, step.report.step_time) for step in merged] == [(3, 1.4), (1, 1.5), (1, 1.0)]
+    # 9.0 is an outlier, and counts as 1.5 times the median of 1.4
+    assert [(step.num_equal, step.report.step_time) for step in merged] == [(3, 1.5), (1, 1.5), (1, 1.0)]
     assert merged[0].num_accepted == (1 + 3 + 1) / 3
     assert merged[1:] == [longer, steps[-1]]
+
+
+def test_merging_does_not_make_a_size_cheaper() -> None:
+    """Fault: sizes in use had the median of their times, others their mean, which is higher, so lengths stayed."""
+    seconds = [1.0, 1.0, 1.0, 1.4]
+    (merged,) = merge_equal_steps([make_draft(time) for time in seconds])
+    assert merged.report.step_time == pytest.approx(sum(seconds) / 4)
 
 
 def test_drafts_that_were_merged_right_after_a_pause_are_new() -> None:

@@ -13,7 +13,7 @@ from foredraft.draft_length.confidence import ConfidenceFactors
 
 INITIAL_ACCEPTANCE = 0.6  # prior acceptance rate of the first node, before any draft
 SHARED_MEMORY, OWN_MEMORY = 256, 96  # decay constants, in drafts, of the shared tally and of a request's own tally
-SHARED_PRIOR, OWN_PRIOR = 2.0, 16.0  # strength of the prior rate of a node, in trials
+SHARED_PRIOR, OWN_PRIOR = 2.0, 32.0  # strength of the prior rate of a node, in trials
 PAUSE_STEPS_PER_DRAFT = 4  # steps without a draft that decay the evidence as much as one draft does
 DISCOUNTED_TRIALS = 24.0  # upper limit, in trials, on the evidence that stays after a discount
 MIN_TRIALS_AFTER_PAUSE = 8.0  # trials below which a pause decays the evidence no further

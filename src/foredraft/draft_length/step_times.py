@@ -4,7 +4,7 @@ Pure: no clock. All times are in seconds.
 """
 
 from collections.abc import Sequence
-from statistics import median
+from statistics import fmean, median
 from typing import NamedTuple
 
 from foredraft.draft_length.credit import TimeCredit
@@ -12,6 +12,7 @@ from foredraft.draft_length.plain_run import NUM_TRANSITION_STEPS
 from foredraft.draft_length.policy import StepReport
 from foredraft.draft_length.step_costs import StepCosts
 
+OUTLIER_FACTOR = 1.5  # a time of a merged step counts at most as this multiple of their median
 NUM_NEW_DRAFTS = 4  # steps with drafts after a pause that do not change the slowness of the machine
 
 
@@ -39,9 +40,10 @@ class TimedStep(NamedTuple):
 
 
 def merge_equal_steps(steps: Sequence[TimedStep]) -> list[TimedStep]:
-    """Replace steps with drafts of one size by one with their median times, which is evaluated in their place.
+    """Replace steps with drafts of one size by one with their mean times, which is evaluated in their place.
 
-    Evaluating a step takes longer than all else that is done for it.
+    Evaluating a step takes longer than all else that is done for it. Times have a long tail, so a median would make
+    sizes that occur often seem cheaper than those that occur once, whose times are evaluated as they are.
     """
     groups = dict[tuple[int, ...], list[TimedStep]]()
     for step in steps:
@@ -52,11 +54,16 @@ def merge_equal_steps(steps: Sequence[TimedStep]) -> list[TimedStep]:
 def _merge(steps: Sequence[TimedStep]) -> TimedStep:
     last = steps[-1]
     report = last.report._replace(
-        draft_time=median([step.report.draft_time for step in steps]),
-        step_time=median([step.report.step_time for step in steps]),
+        draft_time=_compute_clipped_mean([step.report.draft_time for step in steps]),
+        step_time=_compute_clipped_mean([step.report.step_time for step in steps]),
     )
     num_accepted = sum([step.num_accepted for step in steps]) / len(steps)
     return last._replace(report=report, num_accepted=num_accepted, num_equal=len(steps))
+
+
+def _compute_clipped_mean(times: Sequence[float]) -> float:
+    most = OUTLIER_FACTOR * median(times)
+    return fmean([min(seconds, most) for seconds in times])
 
 
 class StepTimes:

@@ -163,6 +163,7 @@ class Engine:
         """
         self.clock.start_step()
         batch = self._plan(allowed)
+        self.clock.end_plan(has_drafts=any(batch.granted_nodes))
         if not batch.requests:
             return NO_STEP
         tree = self._propose(batch)
