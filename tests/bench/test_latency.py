@@ -7,7 +7,8 @@ import pytest
 from foredraft import Completion, ForedraftError, Sampling
 from foredraft.bench import latency, methods, verify_cost
 from foredraft.bench.grow import BUILT_IN_LABEL, ORIGIN_FIELD
-from foredraft.bench.latency_report import build_category_table
+from foredraft.bench.latency_report import build_category_table, build_speed_table
+from foredraft.bench.pass_limits import PassLimits
 from foredraft.bench.questions import Question
 from foredraft.outputs import Stats
 from tests.support import tiny_models
@@ -220,3 +221,28 @@ def test_figures_by_category_count_its_questions_alone(clock):
 def test_questions_without_categories_make_no_such_table(clock):
     outcome, _ = measure_rows(clock)
     assert build_category_table(latency.build_category_rows(outcome, GREEDY)).rows == ()
+
+
+def test_rows_have_the_limit_of_their_passes(clock):
+    generators = {"plain": Timed("plain", clock, 0.1), "fast": Timed("fast", clock, 0.05)}
+    outcome = latency.measure(generators, QUESTIONS, tiny_models.tokenizer(), 64, GREEDY, 1, lambda _: None)
+    assert all(row.limit_tokens_per_second is None for row in latency.build_rows(outcome, GREEDY))
+    limits = PassLimits(weight_bytes=10**9, num_weights=10**6, gigabytes_per_second=10.0, gigaflops=100.0)
+    rows = latency.build_rows(outcome, GREEDY, limits)
+    assert [row.limit_tokens_per_second for row in rows] == [pytest.approx(2 / 0.1)] * 2  # 4 tokens in 2 passes
+    assert [cells[2] for cells in build_speed_table(rows).rows] == ["20 (50 %)", "20 (100 %)"]
+
+
+def test_the_machine_is_measured_before_and_after_the_prompts(clock):
+    class Meter:
+        moments = 0
+
+        def measure(self) -> None:
+            self.moments += 1
+
+    meter, questions = Meter(), QUESTIONS * (latency.LIMITS_INTERVAL // 2 + 1)
+    latency.measure(
+        {"plain": Timed("plain", clock, 0.1)}, questions, tiny_models.tokenizer(), 64, GREEDY, 1, lambda _: None,
+        meter=meter,
+    )  # fmt: skip
+    assert meter.moments == 3

@@ -26,6 +26,7 @@ from foredraft.bench.load import (
     run_in_turns,
 )
 from foredraft.bench.load_drivers import AsyncStreamDriver, EngineDriver, OpenAIEndpoint, StreamDelta, WorkerDriver
+from foredraft.bench.pass_limits import PassLimits
 from foredraft.llm import LLM, MemoryLimits
 from foredraft.outputs import Stats
 from tests.support import tiny_models
@@ -369,6 +370,16 @@ def test_the_tables_say_what_was_not_measured():
     cells = load_report.build_cell_table([cell for point in points() for cell in point.cells])
     assert cells.rows[0][:6] == ("1", "off", "10.0", "-", "1.00x", "1.00 1.00")
     assert cells.rows[0][8] == "-", "one delta has no gap"
+
+
+def test_cells_have_the_limit_of_their_passes():
+    stats = Stats(num_tokens=30, num_drafts=10, num_drafted=40, target_passes=10)
+    loops = [ClosedLoopResult(1.0, (RequestTimeline(0.0, [(0.1, 30)], stats),)) for _ in range(3)]
+    limits = PassLimits(weight_bytes=10**9, num_weights=10**6, gigabytes_per_second=10.0, gigaflops=100.0)
+    point = load.build_point(4, {OFF: loops}, limits)
+    assert point.cells[0].limit_tokens_per_second == pytest.approx(4 * 3 / 0.1)
+    assert load_report.build_cell_table(point.cells).rows[0][2:4] == ("30.0", "120 (25 %)")
+    assert load_report.build_ratio_table([point]).rows[0][:3] == ("4", "30.0", "120 (25 %)")
 
 
 def test_the_plot_is_a_picture(tmp_path):
