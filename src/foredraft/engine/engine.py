@@ -81,8 +81,7 @@ class Engine:
         """
         self.target = target
         self.drafter = SandboxedDrafter(drafter, target.vocab_size, clock=clock)
-        tables = [pool.get_table(allocator.page_size) for pool in target.pool.state_pools]
-        states = tables[0] if tables else None
+        states = target.pool.states.get_table(allocator.page_size) if target.pool.states else None
         cache = PrefixCache(allocator, self.drafter, is_shared=prefix_cache, states=states)
         self.scheduler = Scheduler(allocator, limits, cache)
         self.memory = RequestMemory(self.scheduler, self.drafter, length_policy or FixedLengthPolicy(), target.pool)
