@@ -321,6 +321,16 @@ def test_the_next_request_of_a_slot_has_a_plan_of_its_own_at_once():
     assert all(lengths.allocate(candidates, 2))
 
 
+def test_a_request_like_the_one_that_ended_drafts_at_once():
+    """Fault: with an encoder-decoder model it has the same slot and size, so the plan without nodes was kept."""
+    lengths, _ = simulate(SimulatedEngine(accept=constant(0.8), load=lambda step: 1), 300)
+    granted = []
+    for _ in range(3):
+        granted += lengths.allocate([DraftCandidate(0, 8)], 1)
+        lengths.forget([0])
+    assert min(granted) > PROBE_NODES
+
+
 @pytest.mark.parametrize(("load", "is_planned_anew"), [(1, True), (4, True), (8, False)])
 def test_a_pause_for_what_few_requests_accepted_ends_with_a_request(load, is_planned_anew):
     lengths, _ = simulate(SimulatedEngine(accept=constant(0.8), load=lambda step: load), 300)

@@ -102,8 +102,10 @@ class CurrentPlan:
         if not self._observer.is_drafting:
             return self._age < get_paused_lifetime(self._observer.is_resting)
         nodes_by_slot = self.plan.nodes_by_slot
+        if not nodes_by_slot:  # its requests have ended; the next ones may have their slots
+            return False
         is_covered = all(c.slot in nodes_by_slot for c in adjustable)
-        has_similar = bool(nodes_by_slot) and self.covers({c.kind for c in adjustable})  # newcomers get their length
+        has_similar = self.covers({c.kind for c in adjustable})  # newcomers get their length
         return self._age < get_plan_lifetime(
             len(adjustable),
             is_same_batch=has_same_estimates and key == self._key,
