@@ -6,6 +6,7 @@ import pytest
 
 from foredraft.draft_length.adaptive import AdaptiveLengthPolicy
 from foredraft.draft_length.costs import CostCurve
+from foredraft.draft_length.current_plan import MAX_PROMPT_STEPS
 from foredraft.draft_length.intervals import MAX_PLAIN_INTERVAL
 from foredraft.draft_length.observer import RESTING_STEPS, WARMUP_NODES
 from foredraft.draft_length.policy import DraftCandidate, DraftOutcome, FixedLengthPolicy, StepReport
@@ -343,6 +344,33 @@ def test_a_pause_for_what_few_requests_accepted_ends_with_a_request(load, is_pla
     assert lengths.repeat_none(load, {0})
     lengths.forget([0])
     assert lengths.repeat_none(load, {0}) != is_planned_anew
+
+
+@pytest.mark.parametrize("load", [2, 4])
+def test_a_step_with_a_prompt_pauses_no_drafts_of_other_steps(load):
+    """Fault: drafts cost more in a pass with a prompt. The plan of such a step was kept, and could begin a pause."""
+    world = SimulatedEngine(
+        bend, draft=0.15, accept=constant(0.7), load=lambda step: load, life=60, chunk=64, lookup=0.02, noise=0.1
+    )
+    lengths, totals = simulate(world, 2000)
+    assert lengths.counts["pays"] >= 0.85 * lengths.counts.total()
+    assert totals.speed >= 0.98 * find_best_fixed(world, 2000)[1]
+
+
+def test_the_plan_of_a_step_with_a_prompt_holds_for_that_step_alone():
+    lengths, _ = simulate(SimulatedEngine(wait_for_memory(1.0), accept=constant(0.8), load=lambda step: 2), 300)
+    candidates = [DraftCandidate(slot, 8) for slot in range(2)]
+    plan = lengths._plan.plan
+    lengths._plan.update(candidates, candidates, 100, 0)
+    assert lengths._plan.is_passing
+    assert lengths._plan.plan is plan
+    for _ in range(MAX_PROMPT_STEPS):  # a long run of them is a batch like any other
+        lengths._plan.update(candidates, candidates, 100, 0)
+    assert not lengths._plan.is_passing
+    assert lengths._plan.plan is not plan
+    plan = lengths._plan.plan
+    lengths._plan.update(candidates, candidates, 2, 0)
+    assert lengths._plan.plan is not plan, "the plan for prompts does not hold without them"
 
 
 def test_a_step_with_a_prompt_or_a_last_token_begins_no_run_of_plain_steps():

@@ -59,7 +59,8 @@ class SimulatedEngine:
     draft_row: float = 0.0  # ... and for each request in it
     lookup: float = 0.001  # of a draft, whatever comes of it
     reading: float = 0.0  # of a token that the drafter has not read
-    prompt: int = 200
+    prompt: int = 200  # tokens that a new request has not read
+    chunk: int = 0  # tokens of its prompt in the first step of a request; the others were computed before
     follow: float = 0.0  # of a request in a step in which the drafter observes
     misses: bool = False  # a request that the drafter did not observe in some step drafts no more
     accept: Callable[[int, int], float] = lambda step, request: 0.7  # of a node that was reached
@@ -121,6 +122,7 @@ class SimulatedRequest:
     left: int
     unread: int
     is_ready: bool = True
+    chunk: int = 0  # prompt tokens of the next step
 
 
 def run(world: SimulatedEngine, lengths: DraftLengthPolicy, steps: int = 3000) -> SimulationTotals:
@@ -131,7 +133,7 @@ def run(world: SimulatedEngine, lengths: DraftLengthPolicy, steps: int = 3000) -
             used = {r.slot for r in running}
             slot = next(s for s in range(len(used) + 1) if s not in used)
             left = world.life if world.life >= 10**9 else max(1, round(world.life * chance.uniform(0.2, 1.8)))
-            running.append(SimulatedRequest(born, slot, left, world.prompt))
+            running.append(SimulatedRequest(born, slot, left, world.prompt, chunk=world.chunk))
             born += 1
         for gone in running[world.load(step) :]:
             lengths.forget([gone.slot])
@@ -159,7 +161,8 @@ def _step(
         for r in running
         if r.left > 1
     ]
-    granted = lengths.allocate(asks, count, 200 * count)
+    chunks = sum(r.chunk for r in running)
+    granted = lengths.allocate(asks, count + chunks, 200 * (count + chunks))
     budgets = {ask.slot: budget for ask, budget in zip(asks, granted, strict=True)}
     outcomes, read = [], 0
     for r in running:
@@ -173,7 +176,7 @@ def _step(
         outcomes.append(DraftOutcome(r.slot, budget, drafted, kept, predicted))
         read += r.unread if budget else 0
         r.unread = 0 if budget else r.unread + 1
-        r.left -= 1 + len(kept)
+        r.left, r.chunk = r.left - 1 - len(kept), 0
         totals.nodes[r.number] = totals.nodes.get(r.number, 0) + drafted
         totals.tokens += 1 + len(kept)
     drafted = sum(o.num_drafted for o in outcomes)
@@ -188,16 +191,19 @@ def _step(
     draft = world.follow * count * is_observed + world.reading * read
     draft += world.lookup * any(budgets.values()) + depth * (world.draft + world.draft_row * drafting)
     plain = world.curve(count) + world.per_scored * count + world.per_request * count
-    verify = world.curve(count + drafted) + world.per_scored * (count + drafted) + world.per_request * count
+    verify = world.curve(count + chunks + drafted) + world.per_scored * (count + drafted) + world.per_request * count
+    reading = world.curve(count + chunks) - world.curve(count)  # prompts cost the same without drafts
     seconds = pace * (verify + other * draft)
     totals.seconds += seconds
     share = sum(1 + len(o.accepted_nodes) for o in outcomes) / count
-    totals.plain += pace * (plain + world.follow * count) * share
-    totals.bare += pace * plain * share
+    totals.plain += pace * ((plain + world.follow * count) * share + reading)
+    totals.bare += pace * (plain * share + reading)
     totals.budgets.append(sum(granted))
     totals.reasons.append(getattr(getattr(lengths, "decision", None), "reason", ""))
-    rows, context = count + drafted, 200 * (count + drafted)
-    report = StepReport(count, rows, rows, context, pace * other * draft, seconds, tuple(outcomes), is_observed)
+    rows, context = count + chunks + drafted, 200 * (count + chunks + drafted)
+    report = StepReport(
+        count, rows, count + drafted, context, pace * other * draft, seconds, tuple(outcomes), is_observed
+    )
     lengths.record_step(report)
 
 

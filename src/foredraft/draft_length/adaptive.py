@@ -131,7 +131,7 @@ class AdaptiveLengthPolicy:
 
     def _can_hold(self, reason: DecisionReason, granted: Sequence[int], candidates: Candidates) -> bool:
         """Return whether the next steps may repeat this one: it drafts what the plan says, and the credit is ample."""
-        if reason != "pays" or self._probes.slots or self.observer.has_fixed or self._plan.has_predictions:
+        if reason != "pays" or self._probes.slots or self.observer.has_fixed or not self._plan.can_be_held:
             return False
         return self.observer.credit.is_ample and list(granted) == self._plan.list_nodes(candidates)
 
@@ -174,26 +174,21 @@ class AdaptiveLengthPolicy:
             observer.credit.limit_at_larger_load()
         self._update_mode(plan, adjustable)
         is_drafting = observer.is_drafting
-        reason: DecisionReason
-        if is_drafting:
-            reason = "pays"
-        elif plan.speedup > 1.0 + RESUMPTION_GAIN:  # drafting would pay, but `_update_mode` did not resume it
-            reason = "guard"
+        granted = {c.slot: c.min_nodes for c in adjustable if c.min_nodes}
+        reason: DecisionReason = "pays"
+        if not is_drafting:  # "guard": drafting would pay, but `_update_mode` did not resume it
+            reason = "guard" if plan.speedup > 1.0 + RESUMPTION_GAIN else "does not pay"
+        elif plan.speedup < 1.0 - GAIN_MARGIN:  # in this step alone, which has a prompt
+            return "does not pay", granted
         else:
-            reason = "does not pay"
-        least = {c.slot: c.min_nodes for c in adjustable if c.min_nodes}
-        granted = _select_ready(plan.nodes_by_slot, adjustable) if is_drafting else least
+            granted = _vary_lengths(_select_ready(plan.nodes_by_slot, adjustable), observer.step)
         # The time of a plain step that is not well known would make drafts seem to save more, or less, than they do.
         gain, num_requests = plan.speedup - 1.0, observer.num_requests
         interval = compute_plain_interval(gain, self.curve.get_confidence(num_requests))
-        can_measure = is_drafting and not observer.has_fixed
         is_typical = num_pass_tokens == num_requests  # no prompt, and all requests can draft
+        can_measure = is_drafting and not observer.has_fixed
         if can_measure and self._plain_run.take_step(observer.steps_since_plain, interval, gain, is_typical):
             return "measure", {}
-        if is_drafting and observer.step % LONG_DRAFT_INTERVAL == 0:  # half as long again, rounded up
-            granted = {slot: nodes + (nodes + 1) // 2 for slot, nodes in granted.items()}
-        elif is_drafting and observer.step % LONG_DRAFT_INTERVAL == LONG_DRAFT_INTERVAL // 2:  # a quarter shorter
-            granted = {slot: max(nodes - (nodes + 3) // 4, min(nodes, 1)) for slot, nodes in granted.items()}
         was_probing = bool(self._probes.slots)
         probed = self._prober.update(adjustable, granted, num_pass_tokens, plan.speedup)
         if was_probing and not probed:
@@ -211,7 +206,8 @@ class AdaptiveLengthPolicy:
         """
         observer, credit, schedule = self.observer, self.observer.credit, self._probes
         if observer.is_drafting:
-            observer.is_drafting = plan.speedup >= 1.0 - GAIN_MARGIN and not credit.is_used_up
+            pays = plan.speedup >= 1.0 - GAIN_MARGIN or self._plan.is_passing  # a step with a prompt pauses nothing
+            observer.is_drafting = pays and not credit.is_used_up
             if credit.is_used_up:  # the plan was wrong, so the estimates behind it lose weight
                 observer.survival.discount_evidence()
             if not observer.is_drafting:
@@ -248,6 +244,15 @@ def _select_ready(nodes_by_slot: dict[int, int], adjustable: Candidates) -> dict
     if ready == nodes_by_slot.keys():
         return nodes_by_slot
     return {slot: nodes for slot, nodes in nodes_by_slot.items() if slot in ready}
+
+
+def _vary_lengths(granted: dict[int, int], step: int) -> dict[int, int]:
+    """Lengthen or shorten drafts in some steps, to measure other lengths than the plan's."""
+    if step % LONG_DRAFT_INTERVAL == 0:  # half as long again, rounded up
+        return {slot: nodes + (nodes + 1) // 2 for slot, nodes in granted.items()}
+    if step % LONG_DRAFT_INTERVAL == LONG_DRAFT_INTERVAL // 2:  # a quarter shorter
+        return {slot: max(nodes - (nodes + 3) // 4, min(nodes, 1)) for slot, nodes in granted.items()}
+    return granted
 
 
 def _limit_to_credit(granted: dict[int, int], observer: StepObserver, num_pass_tokens: int) -> dict[int, int]:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence, Set
 from dataclasses import replace
 
-from foredraft.draft_length.intervals import RESUMPTION_INTERVAL, get_paused_lifetime, get_plan_lifetime
+from foredraft.draft_length.intervals import LARGE_BATCH, RESUMPTION_INTERVAL, get_paused_lifetime, get_plan_lifetime
 from foredraft.draft_length.observer import StepObserver
 from foredraft.draft_length.planner import LengthPlan, StepShape
 from foredraft.draft_length.policy import DraftCandidate
@@ -11,6 +11,9 @@ from foredraft.draft_length.policy import DraftCandidate
 Candidates = Sequence[DraftCandidate]
 
 MAX_FEW_REQUESTS = 4  # a plan for so few requests that drafts nothing ends with any of them
+# Steps in a row with prompts that have plans of their own. A longer run of them is treated like any batch: each plan
+# takes time, and drafting may have to be paused or resumed.
+MAX_PROMPT_STEPS = 8
 
 
 class CurrentPlan:
@@ -21,16 +24,20 @@ class CurrentPlan:
 
     Attributes:
         plan: draft nodes with the highest predicted rate, whether or not they are granted.
+        is_passing: whether the last update was for a step with a prompt, whose plan holds for that step alone.
     """
 
     def __init__(self, observer: StepObserver) -> None:
         self.plan = LengthPlan()
+        self.is_passing = False
         self._observer = observer
         self._age = 0  # in steps
         self._key: object = None  # batch that the plan was computed for; None = compute a new plan
         self._is_tree = False  # whether it was computed for trees
         self._levels: tuple[int, ...] = ()  # of confidence that it was computed with
         self._kinds: frozenset[int] = frozenset()  # kinds of the requests in that batch
+        self._num_prompt_steps = 0  # steps in a row with prompts
+        self._has_prompt = False  # whether the plan was computed for a pass with a prompt
 
     @property
     def can_be_kept(self) -> bool:
@@ -43,9 +50,9 @@ class CurrentPlan:
         return (self._age + 1) % RESUMPTION_INTERVAL == 0
 
     @property
-    def has_predictions(self) -> bool:
-        """Whether the drafter predicts the acceptance of its tokens, which may end the plan early."""
-        return bool(self._levels)
+    def can_be_held(self) -> bool:
+        """Whether the next steps need not ask for the plan: no prediction of the drafter may end it early."""
+        return not self.is_passing and not self._levels
 
     def list_nodes(self, candidates: Candidates) -> list[int]:
         """List the nodes of the plan for these requests, within their limits."""
@@ -66,18 +73,43 @@ class CurrentPlan:
     def update(
         self, candidates: Candidates, adjustable: Candidates, num_pass_tokens: int, attended_tokens: int
     ) -> LengthPlan:
-        """Return the plan for the adjustable candidates; a new one unless the current plan may still be used."""
+        """Return the plan for the adjustable candidates; a new one unless the current plan may still be used.
+
+        Draft tokens of a pass with a prompt have other costs: the pass waits for arithmetic already. So a step with a
+        prompt among a few requests has a plan of its own, and the current plan stays for the steps after it.
+        """
         observer = self._observer
         survival = observer.survival
         levels = survival.list_confidence_levels([c.slot for c in candidates])
         key = (num_pass_tokens, tuple(candidates), observer.num_others)
         self._age += 1
-        if self._is_current(key, survival.is_tree == self._is_tree and levels == self._levels, adjustable):
+        has_prompt = num_pass_tokens > len(candidates) + observer.num_others
+        self._num_prompt_steps = self._num_prompt_steps + 1 if has_prompt else 0
+        self.is_passing = (
+            has_prompt
+            and self._num_prompt_steps <= MAX_PROMPT_STEPS
+            and len(adjustable) < LARGE_BATCH
+            and self._key is not None
+            and not observer.is_warming_up
+        )
+        if self.is_passing:
+            is_drafting = observer.is_drafting
+            return self._compute(candidates, adjustable, num_pass_tokens, attended_tokens) if is_drafting else self.plan
+        is_like_it = survival.is_tree == self._is_tree and levels == self._levels and has_prompt == self._has_prompt
+        if self._is_current(key, is_like_it, adjustable):
             self._add_newcomers(adjustable)
             return self.plan
-        observer.settle()
-        self._is_tree, self._levels = survival.is_tree, levels
+        self._is_tree, self._levels, self._has_prompt = survival.is_tree, levels, has_prompt
         self._key, self._age, self._kinds = key, 0, frozenset(c.kind for c in candidates)
+        self.plan = self._compute(candidates, adjustable, num_pass_tokens, attended_tokens)
+        return self.plan
+
+    def _compute(
+        self, candidates: Candidates, adjustable: Candidates, num_pass_tokens: int, attended_tokens: int
+    ) -> LengthPlan:
+        observer = self._observer
+        observer.settle()
+        survival = observer.survival
         fixed = [c for c in candidates if c.min_nodes]
         fixed_longest = max((c.min_nodes for c in fixed), default=0)
         fixed_survival = survival.estimate_survival([c.slot for c in fixed], fixed_longest)
@@ -92,8 +124,7 @@ class CurrentPlan:
         slots, limits = [c.slot for c in adjustable], [(c.min_nodes, c.max_nodes) for c in adjustable]
         longest = max(c.max_nodes for c in adjustable)
         rates, draft_probs = survival.estimate_survival(slots, longest), survival.estimate_draft_probs(slots, longest)
-        self.plan = observer.costs.planner.find_best_plan(shape, slots, limits, rates, draft_probs)
-        return self.plan
+        return observer.costs.planner.find_best_plan(shape, slots, limits, rates, draft_probs)
 
     def _is_current(self, key: object, has_same_estimates: bool, adjustable: Candidates) -> bool:
         """Return whether the plan may still be used for the batch `key` with these adjustable requests."""
