@@ -361,9 +361,12 @@ def test_the_plan_of_a_step_with_a_prompt_holds_for_that_step_alone():
     lengths, _ = simulate(SimulatedEngine(wait_for_memory(1.0), accept=constant(0.8), load=lambda step: 2), 300)
     candidates = [DraftCandidate(slot, 8) for slot in range(2)]
     plan = lengths._plan.plan
-    lengths._plan.update(candidates, candidates, 100, 0)
-    assert lengths._plan.is_passing
-    assert lengths._plan.plan is plan
+    for has_expired in (False, True):
+        if has_expired:
+            lengths._plan.expire()
+        lengths._plan.update(candidates, candidates, 100, 0)
+        assert lengths._plan.is_passing
+        assert lengths._plan.plan is plan
     for _ in range(MAX_PROMPT_STEPS):  # a long run of them is a batch like any other
         lengths._plan.update(candidates, candidates, 100, 0)
     assert not lengths._plan.is_passing

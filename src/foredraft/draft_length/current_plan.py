@@ -89,12 +89,13 @@ class CurrentPlan:
             has_prompt
             and self._num_prompt_steps <= MAX_PROMPT_STEPS
             and len(adjustable) < LARGE_BATCH
-            and self._key is not None
             and not observer.is_warming_up
+            and (observer.is_drafting or self._key is not None)  # a pause needs a plan of the kinds in the batch
         )
+        if self.is_passing and not observer.is_drafting:
+            return self.plan
         if self.is_passing:
-            is_drafting = observer.is_drafting
-            return self._compute(candidates, adjustable, num_pass_tokens, attended_tokens) if is_drafting else self.plan
+            return self._compute(candidates, adjustable, num_pass_tokens, attended_tokens)
         is_like_it = survival.is_tree == self._is_tree and levels == self._levels and has_prompt == self._has_prompt
         if self._is_current(key, is_like_it, adjustable):
             self._add_newcomers(adjustable)
