@@ -2,7 +2,14 @@
 
 import pytest
 
-from foredraft.draft_length.credit import LOSS_ALLOWANCE, MAX_COST_DECAY, MAX_CREDIT_STEPS, NEW_LOAD_STEPS, TimeCredit
+from foredraft.draft_length.credit import (
+    LOSS_ALLOWANCE,
+    MAX_COST_DECAY,
+    MAX_CREDIT_STEPS,
+    MIN_LOSS_ALLOWANCE,
+    NEW_LOAD_STEPS,
+    TimeCredit,
+)
 
 LONG_STEP = 8.0  # seconds of a step with long drafts; a plain step takes 1
 
@@ -16,26 +23,36 @@ def make_rich_credit() -> TimeCredit:
     return credit
 
 
-def test_an_unobserved_step_keeps_the_credit_that_long_drafts_earned() -> None:
-    """Fault: the first unobserved step cut the credit to the cap of plain steps, a loss of 168 plain steps here."""
+def test_a_skipped_step_keeps_the_credit_that_long_drafts_earned() -> None:
+    """Fault: the first skipped step cut the credit to the cap of plain steps, a loss of 168 plain steps here."""
     credit = make_rich_credit()
-    credit.record_unobserved_step()
+    credit.record_skipped_step()
     assert credit.seconds == pytest.approx(MAX_CREDIT_STEPS * LONG_STEP * MAX_COST_DECAY)
 
 
 def test_the_cap_falls_to_that_of_plain_steps_while_no_request_drafts() -> None:
     credit = make_rich_credit()
     for _ in range(400):
-        credit.record_unobserved_step()
+        credit.record_skipped_step()
     assert credit.seconds == MAX_CREDIT_STEPS
 
 
-def test_an_unobserved_step_adds_the_allowance_of_a_plain_step() -> None:
+def test_a_skipped_step_adds_the_allowance_of_a_plain_step() -> None:
     credit = TimeCredit()
     credit.record_step(2.0, 2.0, step_seconds=20.0)
     before = credit.seconds
-    credit.record_unobserved_step()
+    credit.record_skipped_step()
     assert credit.seconds == pytest.approx(before + LOSS_ALLOWANCE * 2.0)
+
+
+def test_a_step_that_the_drafter_does_not_observe_adds_the_whole_allowance() -> None:
+    """Fault: a drafter at rest took no time, but the credit still grew by a quarter, so no probe was affordable."""
+    credit = TimeCredit()
+    credit.record_step(1.0, 1.0, observing=0.1)
+    for is_observed, allowance in ((True, MIN_LOSS_ALLOWANCE), (False, LOSS_ALLOWANCE)):
+        before = credit.seconds
+        credit.record_skipped_step(is_observed)
+        assert credit.seconds == pytest.approx(before + allowance)
 
 
 def test_a_loan_ends_with_the_first_step_that_leaves_no_debt() -> None:

@@ -24,7 +24,7 @@ class TimeCredit:
     A step with drafts adds the time that it saves against plain decoding, or subtracts the time that it loses. Every
     recorded step adds LOSS_ALLOWANCE of its predicted time without drafts. If the credit is used up, the policy pauses
     drafting. So over a long run at most LOSS_ALLOWANCE of the time is lost. The allowance is smaller for a drafter that
-    takes more than 1 % of a plain step to observe it.
+    takes more than 1 % of a plain step to observe it, in steps that it observes.
 
     The credit is used up below 0. A loan lowers this limit for a time: when drafting resumes, the drafter first reads
     the unread tokens, and later steps repay the time. A loan ends with the first step that leaves the credit at 0 or
@@ -68,9 +68,9 @@ class TimeCredit:
         """
         self.seconds = min(self.seconds, NEW_LOAD_STEPS * self.plain_step_cost)
 
-    def record_unobserved_step(self) -> None:
-        """Add the allowance of a plain step whose time was not evaluated."""
-        self.record_step(self.plain_step_cost, self.plain_step_cost)
+    def record_skipped_step(self, is_observed: bool = True) -> None:
+        """Add the allowance of a plain step whose report was not evaluated; `is_observed` as in `record_step`."""
+        self.record_step(self.plain_step_cost, self.plain_step_cost, is_observed=is_observed)
 
     def record_step(
         self,
@@ -79,6 +79,7 @@ class TimeCredit:
         step_seconds: float | None = None,
         saved_later: float = 0.0,
         observing: float = 0.0,
+        is_observed: bool = True,
     ) -> None:
         """Update the credit after a step.
 
@@ -89,6 +90,7 @@ class TimeCredit:
                 which only adds its allowance.
             saved_later: seconds that the accepted tokens of this step save in later steps.
             observing: predicted seconds that the drafter takes in a plain step; the other costs include them.
+            is_observed: whether the drafter observed the step. One at rest may not, and then takes no time.
         """
         if observing:
             self.observing_share = observing / max(plain_step_cost - observing, observing)
@@ -96,7 +98,7 @@ class TimeCredit:
         if not self.plain_step_cost:  # the first step
             self.seconds = INITIAL_CREDIT_STEPS * plain_step_cost
         self.plain_step_cost = plain_step_cost
-        self.seconds += self._allowance * cost_without_drafts
+        self.seconds += (self._allowance if is_observed else LOSS_ALLOWANCE) * cost_without_drafts
         self._max_step_cost *= MAX_COST_DECAY
         if step_seconds is not None:
             self.seconds += cost_without_drafts + saved_later - step_seconds

@@ -154,7 +154,7 @@ class StepObserver:
         """Update cost, survival and time credit from a finished step."""
         outcomes = report.outcomes
         longest = max([o.granted_nodes for o in outcomes], default=0)
-        if not longest and self._skip():
+        if not longest and self._skip(report.is_observed):
             return
         self._waiting.append(FinishedStep(report, longest, self.step, self.has_fixed, self._num_unobserved + 1))
         if not self._can_wait(report, longest):
@@ -211,7 +211,7 @@ class StepObserver:
             survival.record_pause(num_steps)
         return TimedStep(report, longest, nodes, unread, newcomers, has_fixed, num_accepted, num_steps)
 
-    def _skip(self) -> bool:
+    def _skip(self, is_observed: bool) -> bool:
         """Skip the report of a step without drafts, to save time, if drafting is paused or there was no candidate.
 
         One report in 16 is evaluated even then. A skipped step only adds its allowance to the time credit. Returns
@@ -224,7 +224,7 @@ class StepObserver:
         self.step += 1
         self._current = self._current._replace(num_candidates=0)
         self.steps_since_plain = 0
-        self.credit.record_unobserved_step()
+        self.credit.record_skipped_step(is_observed)
         return True
 
     def forget(self, slots: Sequence[int]) -> None:

@@ -115,4 +115,6 @@ class StepTimes:
         saved_later = step.num_accepted * plain_step_cost / len(step.report.outcomes) if is_chosen else 0.0
         step_seconds = seconds if is_chosen else None
         for _ in range(step.num_equal):
-            self.credit.record_step(plain_step_cost, cost_without_drafts, step_seconds, saved_later, observing)
+            self.credit.record_step(
+                plain_step_cost, cost_without_drafts, step_seconds, saved_later, observing, step.report.is_observed
+            )
