@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from foredraft.draft_length.costs import CostCurve
+from foredraft.draft_length.credit import LOSS_ALLOWANCE, MIN_LOSS_ALLOWANCE
 from foredraft.draft_length.observer import MAX_WAITING, WARMUP_NODES, StepObserver
 from foredraft.draft_length.plain_run import NUM_TRANSITION_STEPS
 from foredraft.draft_length.policy import DraftCandidate, DraftOutcome, StepReport
@@ -113,3 +114,20 @@ def test_the_first_plain_steps_after_drafts_change_no_cost() -> None:
     assert observer.costs.curve.predict(1, 1, 1, 50) == cost
     record(observer, PLAIN._replace(step_time=3.0))
     assert observer.costs.curve.predict(1, 1, 1, 50) > cost
+
+
+def test_a_drafter_at_rest_earns_less_only_in_steps_that_it_observes() -> None:
+    """Both the reports that are skipped and the one in 16 that is evaluated."""
+    earned = []
+    for is_observed in (True, False):
+        observer = start()
+        observer.is_drafting = False
+        costly = PLAIN._replace(draft_time=0.1, step_time=1.1)
+        for _ in range(64):  # the drafter takes a tenth of a plain step
+            record(observer, costly)
+        before = observer.credit.seconds
+        for _ in range(64):
+            record(observer, costly if is_observed else PLAIN._replace(is_observed=False))
+        earned.append((observer.credit.seconds - before) / (64 * observer.credit.plain_step_cost))
+    assert earned[0] == pytest.approx(MIN_LOSS_ALLOWANCE, rel=0.2)
+    assert earned[1] == pytest.approx(LOSS_ALLOWANCE, rel=0.02)

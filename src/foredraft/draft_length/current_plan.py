@@ -51,7 +51,7 @@ class CurrentPlan:
 
     @property
     def can_be_held(self) -> bool:
-        """Whether the next steps need not ask for the plan: no prediction of the drafter may end it early."""
+        """Whether the next steps need not ask for the plan: it is not for one step alone, and no prediction ends it."""
         return not self.is_passing and not self._levels
 
     def list_nodes(self, candidates: Candidates) -> list[int]:
