@@ -28,6 +28,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(mark)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def exact_dots() -> Iterator[None]:
+    """Rows of products in triton's interpreter do not depend on each other, on any processor."""
+    from tests.support.gpu_cases import DEVICE, explain_skip
+
+    if explain_skip() is not None or DEVICE != "cpu":
+        yield
+        return
+    from tests.support.exact_dots import make_dots_exact
+
+    with make_dots_exact():
+        yield
+
+
 @pytest.fixture(autouse=True)
 def check_scratch() -> Iterator[None]:
     """No native call of any test writes behind its scratch memory, even where its error would be handled."""
