@@ -49,6 +49,16 @@ def test_the_first_drafts_after_a_pause_do_not_make_the_machine_seem_slow() -> N
     assert times.costs.slowdown > slowdown
 
 
+def test_a_step_that_changes_no_cost_is_clipped_before_it_is_paid_from_the_credit() -> None:
+    times = StepTimes(StepCosts(CostCurve([(1, 1.0), (8, 1.2)]), DraftCost()))
+    for step in [make_plain(1.0)] * (NUM_TRANSITION_STEPS + 4) + [make_draft(1.2)] * 12:
+        times.record(step)
+    credit, cost = times.credit.seconds, times.costs.curve.predict(1, 4, 4, 200)
+    times.record(make_draft(12.0), changes_costs=False)
+    assert credit - times.credit.seconds < 1.0
+    assert times.costs.curve.predict(1, 4, 4, 200) == cost
+
+
 def test_transition_steps_alone_do_not_make_the_next_drafts_new() -> None:
     times = StepTimes(StepCosts(CostCurve([(1, 1.0), (8, 1.2)]), DraftCost()))
     for step in [make_draft(1.2)] * (NUM_NEW_DRAFTS + 2) + [make_plain(1.0)] * NUM_TRANSITION_STEPS:

@@ -24,9 +24,10 @@ FEW_REQUESTS, FEW_PLAIN_STEPS = 2, 4
 # the prompt.
 MIN_WARMUP_STEPS = 4
 RESTING_STEPS = 64  # steps of a pause after which drafting rests
-MAX_UNOBSERVED_STEPS = 15  # reports in a row that may be skipped (`_skip`)
-MAX_WAITING = 8  # reports that wait at most
-MAX_WAITING_COST = 12.0  # plain steps that they may take together: as much as the credit holds if it is ample
+# Reports in a row that may be skipped (`_skip`): while drafting is paused, and while no request can draft.
+MAX_PAUSED_STEPS, MAX_IDLE_STEPS = 15, 127
+MAX_WAITING = 16  # reports that wait at most
+MAX_WAITING_SHARE = 0.75  # of the time credit, which they may take together
 
 
 class CurrentStep(NamedTuple):
@@ -178,8 +179,7 @@ class StepObserver:
         if self._waiting:
             steps = [self._record_outcomes(finished) for finished in self._waiting]
             self._waiting.clear()
-            for step in merge_equal_steps(steps) if len(steps) > 1 else steps:
-                self._times.record(step)
+            self._times.record_all(merge_equal_steps(steps) if len(steps) > 1 else steps)
 
     def _can_wait(self, report: StepReport, longest: int) -> bool:
         """Return whether no decision depends on the newest report at once, and the time credit covers all that wait.
@@ -188,10 +188,10 @@ class StepObserver:
         """
         if not longest or not self.is_drafting or self.is_warming_up or len(self._waiting) == MAX_WAITING:
             return False
-        max_seconds = MAX_WAITING_COST * self.credit.plain_step_cost * self.costs.slowdown
         waiting_seconds = sum([finished.report.step_time for finished in self._waiting])
+        is_covered = waiting_seconds <= MAX_WAITING_SHARE * self.credit.available * self.costs.slowdown
         has_predictions = any(o.confidences for o in report.outcomes)
-        return self.credit.is_ample and waiting_seconds <= max_seconds and not has_predictions
+        return self.credit.is_ample and is_covered and not has_predictions
 
     def _record_outcomes(self, finished: FinishedStep) -> TimedStep:
         """Update survival and unread tokens, and return the step, which costs and time credit are updated from."""
@@ -214,11 +214,12 @@ class StepObserver:
     def _skip(self, is_observed: bool) -> bool:
         """Skip the report of a step without drafts, to save time, if drafting is paused or there was no candidate.
 
-        One report in 16 is evaluated even then. A skipped step only adds its allowance to the time credit. Returns
-        whether the report was skipped.
+        One report in 16 is evaluated even then, one in 128 without candidates. A skipped step only adds its allowance
+        to the time credit. Returns whether the report was skipped.
         """
-        is_busy = self._current.num_candidates > 0 and self.is_drafting  # `is_drafting` is true during warm-up
-        if is_busy or self._num_unobserved == MAX_UNOBSERVED_STEPS:
+        has_candidates = self._current.num_candidates > 0
+        is_busy = has_candidates and self.is_drafting  # `is_drafting` is true during warm-up
+        if is_busy or self._num_unobserved >= (MAX_PAUSED_STEPS if has_candidates else MAX_IDLE_STEPS):
             return False
         self._num_unobserved += 1
         self.step += 1

@@ -10,6 +10,7 @@ from foredraft.draft_length.planner import Planner
 from foredraft.draft_length.policy import StepReport
 
 SLOWDOWN_SMOOTHING = 0.2  # weight of the newest step in the slowdown of the machine
+MAX_CLIPPED_RATIO = 1.5  # measured over predicted seconds of a step that changes no cost
 PLAIN_COST_SMOOTHING = 0.25  # weight of the newest plain step in the ratio of measured to predicted cost
 
 
@@ -75,6 +76,13 @@ class StepCosts:
             if not longest:
                 self.planner.plain_cost_ratio += PLAIN_COST_SMOOTHING * (ratio - self.planner.plain_cost_ratio)
         return pass_seconds + draft_seconds
+
+    def clip(self, report: StepReport, longest: int, nodes: int, unread: int, newcomers: int) -> float:
+        """Return the seconds of a step that changes no cost, clipped if they are an outlier; arguments of `record`."""
+        size = report.num_requests, report.num_pass_tokens, report.num_logit_rows, report.attended_tokens
+        predicted = self.curve.predict(*size)
+        predicted += self.draft_cost.predict(len(report.outcomes), longest, nodes, unread, newcomers)
+        return min(report.step_time / self.slowdown, MAX_CLIPPED_RATIO * predicted)
 
     def estimate_draft(self, longest: int, nodes: int, num_pass_tokens: int) -> float:
         """Return the seconds that drafts add to a step, in the drafter and in the target's forward pass.

@@ -14,6 +14,7 @@ from foredraft.draft_length.step_costs import StepCosts
 
 OUTLIER_FACTOR = 1.5  # a time of a merged step counts at most as this multiple of their median
 NUM_NEW_DRAFTS = 4  # steps with drafts after a pause that do not change the slowness of the machine
+MAX_SIZES = 2  # sizes of steps that waited together whose times change costs: updating costs takes longest
 
 
 class TimedStep(NamedTuple):
@@ -83,9 +84,25 @@ class StepTimes:
         self.credit = TimeCredit()
         self._num_plain = 0  # plain steps since the last draft
         self._num_drafts = 0  # steps with drafts since the last pause
+        self._turn = 0  # chooses among steps that waited together (`record_all`)
 
-    def record(self, step: TimedStep) -> None:
-        """Add a step to costs and credit.
+    def record_all(self, steps: Sequence[TimedStep]) -> None:
+        """Add steps of different sizes that waited together.
+
+        All of them change the credit. The costs learn from the size that occurred most often, and from one of the
+        others in turn.
+        """
+        if len(steps) <= MAX_SIZES:
+            chosen = set(range(len(steps)))
+        else:
+            most = max(range(len(steps)), key=lambda i: steps[i].num_equal)
+            self._turn += 1
+            chosen = {most, (most + 1 + self._turn % (len(steps) - 1)) % len(steps)}
+        for i, step in enumerate(steps):
+            self.record(step, changes_costs=i in chosen)
+
+    def record(self, step: TimedStep, changes_costs: bool = True) -> None:
+        """Add a step to the credit, and to the costs unless `changes_costs` is False.
 
         A plain step soon after drafts, or one of the first, changes no cost. The first drafts after a pause show what
         they cost and not how fast the machine is: caches hold what plain decoding needs.
@@ -96,7 +113,9 @@ class StepTimes:
         self._num_drafts += step.num_equal if step.longest else 0
         self._num_plain = 0 if step.longest else self._num_plain + step.num_steps
         seconds = step.report.step_time
-        if step.longest or self._num_plain > self._num_transition_steps:
+        if not changes_costs:
+            seconds = self.costs.clip(step.report, step.longest, step.nodes, step.unread, step.newcomers)
+        elif step.longest or self._num_plain > self._num_transition_steps:
             seconds = self.costs.record(step.report, step.longest, step.nodes, step.unread, step.newcomers, is_new)
         if step.report.outcomes:
             self._update_credit(step, seconds)
