@@ -13,7 +13,7 @@ def set_times(monkeypatch):
 
     def replace(bfloat16: float, float32: float) -> None:
         times = {torch.bfloat16: bfloat16, torch.float32: float32}
-        monkeypatch.setattr(precision, "_time_product", times.__getitem__)
+        monkeypatch.setattr(precision, "_time_product", lambda dtype, shape: times[dtype])
 
     return replace
 
@@ -33,6 +33,20 @@ def test_a_stated_precision_is_not_measured(set_times):
     assert not DistributedContext.detect("cpu", "fp32").is_mixed
 
 
+@pytest.mark.parametrize(("slowness", "num_timed"), [(3.0, 4), (100.0, 2)])
+def test_a_large_product_is_not_timed_where_a_small_one_is_far_too_slow(monkeypatch, slowness, num_timed):
+    """Some processors take half a minute for the large one."""
+    timed = []
+
+    def time_product(dtype, shape):
+        timed.append((dtype, shape))
+        return slowness if dtype == torch.bfloat16 else 1.0
+
+    monkeypatch.setattr(precision, "_time_product", time_product)
+    assert not precision.has_fast_bfloat16(torch.device("cpu"))
+    assert len(timed) == num_timed
+
+
 def test_products_of_both_precisions_are_timed():
     for dtype in (torch.bfloat16, torch.float32):
-        assert 0 < precision._time_product(dtype) < 10
+        assert 0 < precision._time_product(dtype, precision.SMALL_SHAPE) < 10

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from foredraft import LLM, Sampling, zoo
+from foredraft.train.precision import choose_training_dtype
 from foredraft.zoo.corpus import SourceFile
 from foredraft.zoo_training import tokens
 from foredraft.zoo_training.seq2seq import (
@@ -26,6 +27,7 @@ from foredraft.zoo_training.seq2seq import (
 from foredraft.zoo_training.seq2seq_build import Seq2SeqPairRecipe, build_pair
 from foredraft.zoo_training.seq2seq_heads import make_plan
 
+DTYPE = choose_training_dtype("cpu")  # some processors take 100 times as long in bfloat16
 TEXTS = [f"The value number {i} is returned to the caller of this function." for i in range(40)]
 TINY = replace(
     SEQ2SEQ_RECIPE, hidden=16, intermediate=16, heads=2, encoder_layers=1, decoder_layers=1, steps=4, warmup=1,
@@ -78,7 +80,7 @@ def test_a_stopped_run_goes_on_where_it_was(tokenizer, tmp_path: Path):
         if step == 3:
             raise KeyboardInterrupt
 
-    job = Seq2SeqJob(TINY, tokenizer, TEXTS, TEXTS[:4], tmp_path / "run", progress=stop)
+    job = Seq2SeqJob(TINY, tokenizer, TEXTS, TEXTS[:4], tmp_path / "run", progress=stop, dtype=DTYPE)
     with pytest.raises(KeyboardInterrupt):
         train(job)
     seen: list[int] = []
@@ -96,7 +98,7 @@ def test_a_signal_saves_a_checkpoint_after_the_step_under_way(tokenizer, tmp_pat
             os.kill(os.getpid(), number)
 
     recipe = replace(TINY, checkpoint_every=100)
-    job = Seq2SeqJob(recipe, tokenizer, TEXTS, TEXTS[:4], tmp_path / "run", progress=interrupt)
+    job = Seq2SeqJob(recipe, tokenizer, TEXTS, TEXTS[:4], tmp_path / "run", progress=interrupt, dtype=DTYPE)
     before = signal.getsignal(number)
     with pytest.raises(KeyboardInterrupt):
         train(job)
@@ -127,5 +129,6 @@ def test_the_pair_loads_in_transformers_and_says_what_it_is(tmp_path: Path):
     for name in ("seq2seq", "seq2seq_draft"):
         model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / name)
         assert model.config.decoder_start_token_id == 0
+        assert model.dtype == torch.bfloat16, "whatever dtype it was trained in"
         assert AutoTokenizer.from_pretrained(tmp_path / name)("text").input_ids[-1] == 0
         assert "foredraft zoo train" in (tmp_path / name / "README.md").read_text()

@@ -5,7 +5,12 @@ import time
 import torch
 from torch import Tensor
 
-PRODUCT_SHAPE = (1024, 384, 2048)  # rows, inputs and outputs of the product that is timed on a CPU
+Shape = tuple[int, int, int]  # rows, inputs and outputs of a product
+
+# Products that are timed on a CPU. The small one comes first: without instructions for bfloat16 torch may take 100
+# times as long as in float32, and half a minute for the large one.
+SMALL_SHAPE, LARGE_SHAPE = (128, 384, 256), (1024, 384, 2048)
+MAX_SLOWNESS = 4.0  # time of a small product in bfloat16 over that in float32, above which no large one is timed
 TIMED_PRODUCTS = 5  # products per precision; the fastest counts
 
 
@@ -19,7 +24,9 @@ def has_fast_bfloat16(device: torch.device) -> bool:
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     if device.type != "cpu":
         return True
-    return _time_product(torch.bfloat16) < _time_product(torch.float32)
+    if _compare_times(SMALL_SHAPE) > MAX_SLOWNESS:
+        return False
+    return _compare_times(LARGE_SHAPE) < 1.0
 
 
 def choose_training_dtype(device: str) -> torch.dtype:
@@ -27,9 +34,14 @@ def choose_training_dtype(device: str) -> torch.dtype:
     return torch.bfloat16 if has_fast_bfloat16(torch.device(device)) else torch.float32
 
 
-def _time_product(dtype: torch.dtype) -> float:
+def _compare_times(shape: Shape) -> float:
+    """Return the time of a product in bfloat16 over that in float32."""
+    return _time_product(torch.bfloat16, shape) / _time_product(torch.float32, shape)
+
+
+def _time_product(dtype: torch.dtype, shape: Shape) -> float:
     """Return the time of one matrix product in seconds."""
-    rows, inputs, outputs = PRODUCT_SHAPE
+    rows, inputs, outputs = shape
     a: Tensor = torch.ones(rows, inputs, dtype=dtype)
     b: Tensor = torch.ones(inputs, outputs, dtype=dtype)
     times = []

@@ -181,6 +181,7 @@ class Seq2SeqJob:
     compute_loss: Seq2SeqLoss = compute_clean_loss
     device: str = "cpu"
     progress: ProgressCallback = lambda step, steps, loss: None
+    dtype: torch.dtype = torch.bfloat16  # of weights and gradients in training; the model is saved in bfloat16
 
     @property
     def checkpoints(self) -> TrainingCheckpoints:
@@ -198,7 +199,7 @@ def train(job: Seq2SeqJob) -> T5ForConditionalGeneration:
     job.folder.mkdir(parents=True, exist_ok=True)
     with handle_stop_signals() as is_signalled:
         model = _advance(job, is_signalled)
-    model.eval().config.dtype = "bfloat16"
+    model.to(torch.bfloat16).eval().config.dtype = "bfloat16"
     model.save_pretrained(job.folder)
     job.checkpoints.delete()
     return model
@@ -207,7 +208,7 @@ def train(job: Seq2SeqJob) -> T5ForConditionalGeneration:
 def _advance(job: Seq2SeqJob, is_signalled: Callable[[], bool]) -> T5ForConditionalGeneration:
     """Train from the job's last checkpoint to the last step."""
     recipe = job.recipe
-    model = build_model(recipe).to(job.device).train()
+    model = build_model(recipe, job.dtype).to(job.device).train()
     optimizer, schedule = MasterWeightOptimizer(OPTIMIZER, model, recipe.learning_rate), make_schedule(recipe)
     latest = job.checkpoints.find_latest()
     first = 0 if latest is None else int(job.checkpoints.load(latest, {"model": model}, optimizer)["step"])

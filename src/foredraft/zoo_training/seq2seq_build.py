@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from tokenizers import Tokenizer
 from transformers import T5ForConditionalGeneration
 
+from foredraft.train.precision import choose_training_dtype
 from foredraft.zoo.corpus import SourceFile
 from foredraft.zoo.prose import extract_passages
 from foredraft.zoo.typos import CLEAN_SHARE, WORD_ERROR_RATE
@@ -65,20 +65,20 @@ def build_pair(
         pair: recipes of the two models and the heads.
     """
     passages, held_out = extract_passages(train_files), extract_passages(held_files)
-    end_tokenizer = append_end_token(tokenizer)
+    end_tokenizer, dtype = append_end_token(tokenizer), choose_training_dtype(device)
     for name, recipe in ((TARGET_NAME, pair.target), (DRAFT_NAME, pair.draft)):
         folder = out / name
         if (folder / "README.md").exists():
             continue
         loss: Seq2SeqLoss = compute_clean_loss
         if name == DRAFT_NAME:
-            teacher = T5ForConditionalGeneration.from_pretrained(out / TARGET_NAME, dtype=torch.bfloat16)
+            teacher = T5ForConditionalGeneration.from_pretrained(out / TARGET_NAME, dtype=dtype)
             loss = make_distillation_loss(teacher.eval().to(device))
 
         def progress(step: int, steps: int, value: float, part: str = name) -> None:
             report(part, step, steps, value)
 
-        train(Seq2SeqJob(recipe, end_tokenizer, passages, held_out, folder, loss, device, progress))
+        train(Seq2SeqJob(recipe, end_tokenizer, passages, held_out, folder, loss, device, progress, dtype))
         tokens.save_tokenizer(end_tokenizer, folder)
         (folder / "README.md").write_text(render_card(name, recipe, _read_last_evaluation(folder), len(passages)))
     heads, llm = pair.heads or make_plan(), load_target(out / TARGET_NAME, device)
