@@ -61,8 +61,14 @@ figure ensembles python benchmarks/methods.py --prompts 12 --verify reject \
 figure ensembles_grown python benchmarks/methods.py --model "$out/grown430" \
     --spec-model src/foredraft/zoo/draft --prompts 4 --verify reject --workloads code,prose \
     --methods suffix,draft_model,suffix+draft_model
-figure new_drafters python benchmarks/new_drafters.py
-figure new_drafters_grown python benchmarks/new_drafters.py --grown "$out/grown430"
+train=(foredraft train --data builtin --steps 1000 --precision bf16 --optimizer muon --lr 2e-3 --cache "$out/traces")
+figure train_mtp "${train[@]}" mtp --out "$out/heads/mtp" --set loss=kl
+figure train_lstm "${train[@]}" mlp_speculator --out "$out/heads/lstm" --set cell=lstm
+figure train_pard "${train[@]}" draft_model --out "$out/heads/pard" --set parallel=true
+figure train_p_eagle "${train[@]}" eagle3 --out "$out/heads/p_eagle" --set parallel=true
+figure new_drafters python benchmarks/new_drafters.py --heads "$out/heads"
+figure new_drafters_grown python benchmarks/new_drafters.py --heads "$out/heads" --grown "$out/grown430" --prompts 8 \
+    --max-tokens 64
 figure rest python benchmarks/rest.py --steps 500 --methods eagle3,hydra,draft_model
 figure bookkeeping python benchmarks/bookkeeping.py --rounds 2
 figure kv_dtype python -m benchmarks.kv_dtype
