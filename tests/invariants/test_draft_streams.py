@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from foredraft import Sampling
-from foredraft.drafters.draft import draft_noise_key
+from foredraft.drafters.draft import chain_noise_keys, draft_noise_key
 from foredraft.drafters.interface import Drafter
 from foredraft.drafters.wrapper import DrafterWrapper
 from foredraft.request import Batch
@@ -69,3 +69,13 @@ def test_streams_and_nodes_have_different_keys() -> None:
 
     assert len(set(keys("reject"))) == 100
     assert len(set(keys("match"))) == 1
+
+
+@pytest.mark.parametrize("verify", ["reject", "match"])
+@pytest.mark.parametrize("stream", [0, 3])
+def test_the_keys_of_a_chain_are_those_of_its_nodes(verify: str, stream: int) -> None:
+    for seed in (0, 7, 2**64 - 1):
+        request = make_request(0, [1, 2, 5, 6], Sampling(), seed=seed, rule=RULES[verify])
+        keys = [draft_noise_key(request, node, node, stream) for node in range(6)]
+        assert chain_noise_keys(request, 6, stream) == keys
+    assert chain_noise_keys(request, 0, stream) == []

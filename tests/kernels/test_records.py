@@ -25,7 +25,7 @@ Layout = dict[str, tuple[int, int, str]]  # field -> offset, size and kind
 HEADER = "foredraft.h"
 STRUCTS = {
     **dict.fromkeys((*RECORDS, NormRecord, LowRankRecord), HEADER),
-    _MatchRecord: "suffix.c",
+    _MatchRecord: "suffix.h",
     _RankedDraftRecord: "suffix.c",
 }
 NUMBERS = {ctypes.c_int32: "int32", ctypes.c_float: "float", ctypes.c_double: "double"}  # other fields are no numbers

@@ -12,6 +12,7 @@ from foredraft.sampling.rng import (
     _mix,
     derive_key,
     exponential_race,
+    extend_key,
     extend_keys,
     race_argmax,
     uniform,
@@ -99,6 +100,14 @@ def test_every_counter_and_purpose_opens_another_stream():
         for a in range(100)
     ]
     assert len(set(keys) | set(prefixes)) == len(keys) + len(prefixes)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 1 << 63, MASK])
+def test_a_key_is_extended_by_further_counters(seed):
+    for counters in ((), (5,), (0, 0), (5, 0, 1 << 40)):
+        for split in range(len(counters) + 1):
+            key = derive_key(seed, *counters[:split])
+            assert extend_key(key, *counters[split:]) == derive_key(seed, *counters)
 
 
 def test_counters_are_a_path_and_not_a_sum():

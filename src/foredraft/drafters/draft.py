@@ -120,6 +120,20 @@ def _stack_q(batch: Batch, drafts: Sequence[Draft]) -> Tensor | None:
     return torch.cat([zeros.expand(1 + len(d.tokens), -1) if d.q is None else d.q for d in scored])
 
 
+def chain_noise_keys(request: Request, depth: int, stream: int) -> list[int]:
+    """Return `draft_noise_key` of the nodes 0 to depth - 1 of a chain, where a node's depth is its index.
+
+    Counters that the keys share are mixed once.
+    """
+    spec, position = request.spec, request.num_tokens - 1
+    if spec.rule.shares_noise:
+        key = rng.derive_key(spec.seed, spec.sample_index, NoiseStream.TOKEN)
+        return [rng.extend_key(key, position + node + 1) for node in range(depth)]
+    key = rng.derive_key(spec.seed, spec.sample_index, NoiseStream.DRAFT, position)
+    further = (stream,) if stream else ()
+    return [rng.extend_key(key, node, *further) for node in range(depth)]
+
+
 def draft_noise_key(request: Request, node: int, depth: int, stream: int, repeat: int = 0) -> int:
     """Return the noise key with which a drafter samples the children of a draft node (`rng.exponential_race`).
 

@@ -46,7 +46,12 @@ def _mix(value: int) -> int:
 
 def derive_key(seed: int, *counters: int) -> int:
     """Return the 64-bit key of a seed and a path of counters, as a signed integer."""
-    state = _mix((seed + _GOLDEN) & _MASK)
+    return extend_key(_mix((seed + _GOLDEN) & _MASK), *counters)
+
+
+def extend_key(key: int, *counters: int) -> int:
+    """Return the key of a path that continues with these counters, from the key of its first part (`derive_key`)."""
+    state = key & _MASK
     for counter in counters:
         state = _mix((state + (counter + 1) * _GOLDEN) & _MASK)
     return _to_signed(state)

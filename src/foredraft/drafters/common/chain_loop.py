@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from foredraft.drafters.common.growing_kv_draft import GrowingKVDraft
 from foredraft.drafters.common.tree_builder import TreeBuilder
-from foredraft.drafters.draft import draft_noise_key
+from foredraft.drafters.draft import chain_noise_keys
 from foredraft.models.native.draft_chain import ChainPlan
 from foredraft.models.native.draft_plans import DraftPlan, DraftTokens
 
@@ -23,8 +23,7 @@ def is_native_chain(builder: TreeBuilder) -> bool:
 def plan_sampling(builder: TreeBuilder) -> DraftPlan:
     """Make the plan of a draft without KV entries that `is_native_chain`."""
     request, depth = builder.request, builder.tree_spec.max_depth
-    nodes = () if builder.is_greedy else range(depth)  # node d has depth d
-    keys = [draft_noise_key(request, node, node, builder.draft_stream) for node in nodes]
+    keys = chain_noise_keys(request, 0 if builder.is_greedy else depth, builder.draft_stream)
     return DraftPlan(depth, request.spec.sampling.filter_settings, keys, request.spec.end_ids, builder.uses_q)
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from foredraft.drafters.common.chain_loop import is_native_chain, plan_sampling
 from foredraft.drafters.common.tree_builder import NodeLogits, TreeBuilder, TreeSpec
 from foredraft.drafters.common.tree_level import add_level
 from foredraft.drafters.draft import Draft, to_token_tree
@@ -30,6 +31,7 @@ from foredraft.drafters.suffix.automaton import (
     build_discount_table,
 )
 from foredraft.drafters.suffix.native_automaton import get_automaton_class
+from foredraft.drafters.suffix.native_chain import create_chain_sampler
 from foredraft.drafters.suffix.output_cache import NUM_SECTIONS, SuffixCache, SuffixCacheSection, select_longest
 from foredraft.request import Batch, Request, RequestStatus
 from foredraft.tree import Commit, TokenTree
@@ -143,6 +145,7 @@ class SuffixDrafter:
         self.context = context
         self.discount_table = build_discount_table(DISCOUNTS)
         self.automaton_class = get_automaton_class()
+        self.chain_sampler = create_chain_sampler(context.vocab_size, self.discount_table)
         self.file_automaton = file_automaton
         self.cache = (
             SuffixCache(capacity, config.store_tenants, self.automaton_class, config.store_outputs)
@@ -223,6 +226,11 @@ class SuffixDrafter:
         state.update(() if self.cache is None else self.cache.list_sections(request.spec.options.salt))
         return state
 
+    @property
+    def _min_path_prob(self) -> float:
+        """Probability below which a path ends."""
+        return max(self.config.min_confidence, 1e-9)
+
     def _limit_depth(self, match_length: int, max_depth: int) -> int:
         """Return the largest draft depth for a match length."""
         return int(
@@ -247,7 +255,19 @@ class SuffixDrafter:
             draft = self.automaton_class.draft(matches, self.discount_table, shape)
             state.expected_accepted = sum(draft.path_probs)
             return Draft(tuple(draft.tokens), tuple(draft.parents))
-        return self._grow_tree(TreeBuilder(request, plan), state, matches)
+        builder = TreeBuilder(request, plan)
+        chain = self._sample_chain(builder, state)
+        return self._grow_tree(builder, state, matches) if chain is None else chain
+
+    def _sample_chain(self, builder: TreeBuilder, state: SuffixState) -> Draft | None:
+        """Sample a chain natively; None if that is left to `_grow_tree`."""
+        if self.chain_sampler is None or not is_native_chain(builder):
+            return None
+        chain = self.chain_sampler.sample(state.matches, plan_sampling(builder), self._min_path_prob)
+        if chain is None:
+            return None
+        state.expected_accepted = chain.expected_accepted
+        return Draft.from_chain(chain.tokens, None if chain.q is None else chain.q.to(self.context.device))
 
     def _grow_tree(self, builder: TreeBuilder, state: SuffixState, matches: list[SuffixMatch]) -> Draft:
         """Grow a draft level by level, for sampling or logits that depend on earlier tokens."""
@@ -257,11 +277,10 @@ class SuffixDrafter:
             continuations_by_node = {
                 node: self.automaton_class.predict(node_matches[node], self.discount_table) for node in builder.frontier
             }
-            min_path_prob = max(self.config.min_confidence, 1e-9)
             builder.frontier = [
                 n
                 for n, continuations in continuations_by_node.items()
-                if continuations.tokens and path_probs[n] * continuations.probs[0] >= min_path_prob
+                if continuations.tokens and path_probs[n] * continuations.probs[0] >= self._min_path_prob
             ]
             if not builder.frontier:
                 return builder.to_draft()
@@ -283,8 +302,11 @@ class SuffixDrafter:
                 node_matches[node] = self.automaton_class.advance(node_matches[parent], [token])
 
     def _make_logits(self, continuations: Sequence[Continuations]) -> Tensor:
-        """Convert continuations to logits [R, V]; -inf for tokens that never followed."""
+        """Convert continuations to logits [R, V]; -inf for tokens that never followed.
+
+        The logarithm is that of the C library, so the native chains have the same bits.
+        """
         logits = torch.full((len(continuations), self.context.vocab_size), -math.inf, dtype=torch.float32)
         for row, one in zip(logits, continuations, strict=True):
-            row[one.tokens] = torch.tensor(one.probs, dtype=torch.float64).log().float()
+            row[one.tokens] = torch.tensor([math.log(prob) for prob in one.probs])
         return logits.to(self.context.device)

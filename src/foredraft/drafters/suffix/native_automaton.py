@@ -73,13 +73,13 @@ class NativeAutomaton:
 
     @staticmethod
     def advance(matches: Sequence[SuffixMatch], tokens: Sequence[int]) -> list[SuffixMatch]:
-        raw, ids = _pack_matches(matches), array("i", tokens)
+        raw, ids = pack_matches(matches), array("i", tokens)
         _load_handle().fd_suffix_advance(raw.buffer_info()[0], len(matches), ids.buffer_info()[0], len(ids))
         return [SuffixMatch(place[0], at & STATE_MASK, at >> 32) for place, at in zip(matches, raw[1::2], strict=True)]
 
     @staticmethod
     def predict(matches: Sequence[SuffixMatch], discount_table: "array[float]") -> Continuations:
-        raw, tokens, chances = _pack_matches(matches), (c_int32 * MAX_CONTINUATIONS)(), (c_double * MAX_CONTINUATIONS)()
+        raw, tokens, chances = pack_matches(matches), (c_int32 * MAX_CONTINUATIONS)(), (c_double * MAX_CONTINUATIONS)()
         size = _load_handle().fd_suffix_predict(
             raw.buffer_info()[0], len(matches), discount_table.buffer_info()[0], tokens, chances
         )
@@ -87,7 +87,7 @@ class NativeAutomaton:
 
     @staticmethod
     def draft(matches: Sequence[SuffixMatch], discount_table: "array[float]", spec: RankedDraftSpec) -> RankedDraft:
-        raw, ends = _pack_matches(matches), array("i", sorted(spec.end_ids))
+        raw, ends = pack_matches(matches), array("i", sorted(spec.end_ids))
         tokens, parents, chances = (
             (c_int32 * spec.max_nodes)(),
             (c_int32 * spec.max_nodes)(),
@@ -134,7 +134,7 @@ def _load_handle() -> ctypes.CDLL:
     return handle
 
 
-def _pack_matches(matches: Sequence[SuffixMatch]) -> "array[int]":
+def pack_matches(matches: Sequence[SuffixMatch]) -> "array[int]":
     """Pack matches as an array of fd_match: address, then length and state in the halves of one number.
 
     This takes a third of the time of ctypes structures.

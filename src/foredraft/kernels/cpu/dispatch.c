@@ -150,6 +150,7 @@ int64_t fd_step_chain_scratch(const fd_step_network *n, const fd_drafts *d) {
 int fd_draft_steps(const fd_step_network *n, const fd_drafts *d, const fd_step_roots *roots) {
     return selected->draft_steps(n, d, roots);
 }
+int fd_draft_suffix(const fd_suffix_chain *c) { return selected->draft_suffix(c); }
 double fd_sum_masses(const void *x, int is_float, int64_t n) { return selected->sum_masses(x, is_float, n); }
 void fd_divide_masses(const void *x, int is_float, int64_t n, double total, double *out) {
     selected->divide_masses(x, is_float, n, total, out);
@@ -169,6 +170,7 @@ int64_t fd_sizeof(int record) { /* numbered as RECORDS in records.py */
                              sizeof(fd_step_pass), sizeof(fd_step_roots),  sizeof(fd_tuning),
                              sizeof(fd_experts),   sizeof(fd_layer_change), sizeof(fd_adapted),
                              sizeof(fd_images),
-                             sizeof(fd_mixer),     sizeof(fd_runs),        sizeof(fd_mixing)};
+                             sizeof(fd_mixer),     sizeof(fd_runs),        sizeof(fd_mixing),
+                             sizeof(fd_suffix_chain)};
     return record < (int)(sizeof sizes / sizeof *sizes) ? sizes[record] : 0;
 }

@@ -2,6 +2,8 @@
 #ifndef FOREDRAFT_H
 #define FOREDRAFT_H
 
+#include "suffix.h"
+
 #include <stdint.h>
 
 #define FD_PANEL 32 /* outputs of a panel */
@@ -248,6 +250,16 @@ typedef struct {
     double margin;   /* as in fd_sampling */
     int32_t num_drafts, max_depth, columns, vocab;
 } fd_drafts;
+
+/* One chain from the matches of suffix automata: suffix_chain.h. `columns` and `token_ids` of the drafts are not used. */
+typedef struct {
+    fd_drafts drafts;
+    fd_match *matches;       /* [2, num_matches]: those of the root, which are advanced; the second row is scratch */
+    const double *discounts; /* products of discounts by context length */
+    double *expected_accepted; /* expected accepted tokens by the probabilities of the contexts */
+    double min_confidence;     /* the chain ends if its likeliest path is less likely */
+    int32_t num_matches;
+} fd_suffix_chain;
 
 /* Chains of a decoder: chain.h. Position `starts[b] + d` of a request has the entry of its draft token at depth d; depth 0
  * is the root, whose entry is computed before or by the first pass. */

@@ -10,6 +10,7 @@
 #include "sampler.h"
 #include "step_chain.h"
 #include "step_network.h"
+#include "suffix_chain.h"
 #include "team.h"
 
 #define JOIN(a, b) a##b
@@ -108,6 +109,7 @@ const fd_kernels NAME(FD_ISA) = {
     .forward_step = forward_step,
     .step_chain_scratch = step_chain_scratch,
     .draft_steps = draft_steps,
+    .draft_suffix = draft_suffix,
     .sum_masses = sum_masses,
     .divide_masses = divide_masses,
     .subtract_masses = subtract_masses,

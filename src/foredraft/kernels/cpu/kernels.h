@@ -23,6 +23,7 @@ typedef struct {
     void (*forward_step)(const fd_step_network *, const fd_step_pass *);
     int64_t (*step_chain_scratch)(const fd_step_network *, const fd_drafts *);
     int (*draft_steps)(const fd_step_network *, const fd_drafts *, const fd_step_roots *);
+    int (*draft_suffix)(const fd_suffix_chain *);
     double (*sum_masses)(const void *, int is_float, int64_t n);
     void (*divide_masses)(const void *, int is_float, int64_t n, double total, double *out);
     void (*subtract_masses)(const double *p, double weight, const double *q, int64_t n, double *out);

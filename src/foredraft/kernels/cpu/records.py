@@ -281,6 +281,17 @@ class DraftsRecord(ctypes.Structure):
     )
 
 
+class SuffixChainRecord(ctypes.Structure):
+    """Chain of draft tokens from the matches of suffix automata (fd_suffix_chain)."""
+
+    _fields_ = (
+        ("drafts", DraftsRecord),
+        *((name, c_void_p) for name in "matches discounts expected_accepted".split()),
+        ("min_confidence", c_double),
+        ("num_matches", c_int32),
+    )
+
+
 class ChainRecord(ctypes.Structure):
     """Chains of draft tokens of a decoder (fd_chain)."""
 
@@ -364,4 +375,5 @@ RECORDS = (
     MixerRecord,
     RunsRecord,
     MixingRecord,
+    SuffixChainRecord,
 )

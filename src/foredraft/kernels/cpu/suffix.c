@@ -1,9 +1,10 @@
 /* Suffix automaton with counts. drafters/suffix/automaton.py explains it and is its slow reference, with equal bits. */
-#include <stdint.h>
+#include "suffix.h"
+
 #include <stdlib.h>
 #include <string.h>
 
-enum { MAX_CONTEXTS = 6, MAX_SCANNED = 16, MAX_CONTINUATIONS = 64, MAX_CONTEXT_LENGTH = 64 };
+enum { MAX_CONTEXTS = 6, MAX_SCANNED = 16, MAX_CONTEXT_LENGTH = 64 };
 #define MIN_WEIGHT 0.02 /* remaining probability below which no shorter context is read */
 #define MAX_LISTED 12 /* up to so many continuations of a state are searched linearly; more are in the hash table */
 #define NONE -1
@@ -23,18 +24,13 @@ typedef struct {
     int32_t state, edge; /* edge NONE = free */
 } fd_slot;
 
-typedef struct {
+struct fd_suffix {
     fd_state *states;
     fd_edge *edges;
     fd_slot *slots;
     int64_t num_states, state_capacity, num_edges, edge_capacity, num_slots, num_used_slots, num_operations;
     int32_t last, is_broken;
-} fd_suffix;
-
-typedef struct {
-    const fd_suffix *text;
-    int32_t state, length;
-} fd_match;
+};
 
 typedef struct {
     const double *discounts;
