@@ -111,6 +111,24 @@ def test_nothing_makes_it_slower_than_plain(world):
     assert simulate(replace(world, seed=1), 2000)[1].speed >= PLAIN
 
 
+@pytest.mark.parametrize("after", [0.3, 0.5])
+@pytest.mark.parametrize(("draft", "chance"), [(0.6, 0.5), (0.3, 0.2), (0.5, 0.4)])
+def test_plain_steps_that_are_slow_right_after_drafts_do_not_make_drafts_seem_to_pay(after, draft, chance):
+    """Fault: a run of four plain steps, of which two counted, was a tenth slower than plain decoding. Drafts that lost
+    a tenth went on for as long as the request."""
+    for seed in range(4):
+        world = SimulatedEngine(draft=draft, accept=constant(chance), after=after, seed=seed)
+        assert simulate(world, 2000, has_curve=False)[1].speed >= PLAIN, seed
+
+
+@pytest.mark.parametrize("load", [1, 4])
+def test_long_runs_of_plain_steps_cost_little_where_drafts_pay(load):
+    for draft, chance in ((0.2, 0.5), (0.2, 0.7), (0.1, 0.8)):
+        world = SimulatedEngine(draft=draft, accept=constant(chance), load=lambda step: load, after=0.3)
+        speed = simulate(world, 2000, has_curve=False)[1].speed
+        assert speed >= 0.97 * find_best_fixed(world, 1000)[1], (draft, chance)
+
+
 def test_a_curve_that_is_wrong_is_found_out():
     """The measured curve is flat, but every row costs time. The model permits drafts, the time credit stops them."""
     world = SimulatedEngine(linear, accept=constant(0.7))

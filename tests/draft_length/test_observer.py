@@ -7,7 +7,7 @@ import pytest
 from foredraft.draft_length.costs import CostCurve
 from foredraft.draft_length.credit import LOSS_ALLOWANCE, MIN_LOSS_ALLOWANCE
 from foredraft.draft_length.observer import MAX_IDLE_STEPS, MAX_WAITING, WARMUP_NODES, StepObserver
-from foredraft.draft_length.plain_run import NUM_TRANSITION_STEPS
+from foredraft.draft_length.plain_run import MIN_TRANSITION_STEPS
 from foredraft.draft_length.policy import DraftCandidate, DraftOutcome, StepReport
 
 PLAIN = StepReport(1, 1, 1, 50, 0.0, 1.0, (DraftOutcome(0, 0, 0),))
@@ -148,7 +148,7 @@ def test_a_request_that_ended_leaves_nothing_behind() -> None:
 def test_the_first_plain_steps_after_drafts_change_no_cost() -> None:
     observer = start()
     cost = observer.costs.curve.predict(1, 1, 1, 50)
-    for _ in range(NUM_TRANSITION_STEPS):
+    for _ in range(MIN_TRANSITION_STEPS):
         record(observer, PLAIN._replace(step_time=3.0))
     assert observer.costs.curve.predict(1, 1, 1, 50) == cost
     record(observer, PLAIN._replace(step_time=3.0))

@@ -6,7 +6,7 @@ The first drafts after a pause are slower too, which is their price and not the 
 import pytest
 
 from foredraft.draft_length.costs import CostCurve, DraftCost
-from foredraft.draft_length.plain_run import NUM_TRANSITION_STEPS
+from foredraft.draft_length.plain_run import MIN_TRANSITION_STEPS
 from foredraft.draft_length.policy import DraftOutcome, StepReport
 from foredraft.draft_length.step_costs import StepCosts
 from foredraft.draft_length.step_times import NUM_NEW_DRAFTS, StepTimes, TimedStep, merge_equal_steps
@@ -26,7 +26,7 @@ def test_the_first_plain_steps_after_drafts_change_no_cost_and_earn_their_allowa
     times = StepTimes(StepCosts(CostCurve([(1, 1.0), (8, 1.2)]), DraftCost()))
     times.record(make_draft(1.3))
     cost, slowdown = times.costs.curve.predict(1, 1, 1, 50), times.costs.slowdown
-    for _ in range(NUM_TRANSITION_STEPS):
+    for _ in range(MIN_TRANSITION_STEPS):
         credit = times.credit.seconds
         times.record(make_plain(2.0))
         assert times.credit.seconds > credit
@@ -38,7 +38,7 @@ def test_the_first_plain_steps_after_drafts_change_no_cost_and_earn_their_allowa
 
 def test_the_first_drafts_after_a_pause_do_not_make_the_machine_seem_slow() -> None:
     times = StepTimes(StepCosts(CostCurve([(1, 1.0), (8, 1.2)]), DraftCost()))
-    for _ in range(NUM_TRANSITION_STEPS + 4):
+    for _ in range(MIN_TRANSITION_STEPS + 4):
         times.record(make_plain(1.0))
     slowdown, pass_cost = times.costs.slowdown, times.costs.curve.predict(1, 4, 4, 200)
     for _ in range(NUM_NEW_DRAFTS):
@@ -51,7 +51,7 @@ def test_the_first_drafts_after_a_pause_do_not_make_the_machine_seem_slow() -> N
 
 def test_a_step_that_changes_no_cost_is_clipped_before_it_is_paid_from_the_credit() -> None:
     times = StepTimes(StepCosts(CostCurve([(1, 1.0), (8, 1.2)]), DraftCost()))
-    for step in [make_plain(1.0)] * (NUM_TRANSITION_STEPS + 4) + [make_draft(1.2)] * 12:
+    for step in [make_plain(1.0)] * (MIN_TRANSITION_STEPS + 4) + [make_draft(1.2)] * 12:
         times.record(step)
     credit, cost = times.credit.seconds, times.costs.curve.predict(1, 4, 4, 200)
     times.record(make_draft(12.0), changes_costs=False)
@@ -61,7 +61,7 @@ def test_a_step_that_changes_no_cost_is_clipped_before_it_is_paid_from_the_credi
 
 def test_transition_steps_alone_do_not_make_the_next_drafts_new() -> None:
     times = StepTimes(StepCosts(CostCurve([(1, 1.0), (8, 1.2)]), DraftCost()))
-    for step in [make_draft(1.2)] * (NUM_NEW_DRAFTS + 2) + [make_plain(1.0)] * NUM_TRANSITION_STEPS:
+    for step in [make_draft(1.2)] * (NUM_NEW_DRAFTS + 2) + [make_plain(1.0)] * MIN_TRANSITION_STEPS:
         times.record(step)
     slowdown = times.costs.slowdown
     times.record(make_draft(2.4))
@@ -87,7 +87,7 @@ def test_merging_does_not_make_a_size_cheaper() -> None:
 
 def test_drafts_that_were_merged_right_after_a_pause_are_new() -> None:
     times = StepTimes(StepCosts(CostCurve([(1, 1.0), (8, 1.2)]), DraftCost()))
-    for _ in range(NUM_TRANSITION_STEPS + 4):
+    for _ in range(MIN_TRANSITION_STEPS + 4):
         times.record(make_plain(1.0))
     slowdown = times.costs.slowdown
     (merged,) = merge_equal_steps([make_draft(2.0)] * (NUM_NEW_DRAFTS + 3))
@@ -101,7 +101,7 @@ def test_drafts_that_were_merged_right_after_a_pause_are_new() -> None:
 def test_a_merged_step_earns_what_its_steps_earn(has_fixed: bool) -> None:
     one, other = (StepTimes(StepCosts(CostCurve([(1, 1.0), (8, 1.2)]), DraftCost())) for _ in range(2))
     for times in (one, other):
-        for _ in range(NUM_TRANSITION_STEPS + 2):
+        for _ in range(MIN_TRANSITION_STEPS + 2):
             times.record(make_plain(1.0))
     before = one.credit.seconds
     draft = make_draft(1.3)._replace(has_fixed=has_fixed)

@@ -73,6 +73,7 @@ class SimulatedEngine:
     noise: float = 0.02
     outliers: float = 0.0  # chance of a step that takes ten times as long
     swing: Callable[[int], float] = lambda step: 1.0  # the whole machine, slower or faster
+    after: float = 0.0  # share by which a plain step right after drafts takes longer; a fifth less with each step
     branches: int = 1  # above 1: a tree of this many siblings at every level
     # Predicted acceptance of a node from the true one, under a random number of the normal distribution; None = none.
     predict: Callable[[float, float], float] | None = None
@@ -90,6 +91,7 @@ class SimulationTotals:
     observed: list[bool] = field(default_factory=list)  # by step
     tokens: int = 0
     nodes: dict[int, int] = field(default_factory=dict)  # by request
+    since_drafts: int = 1000  # plain steps since the last step with drafts
     budgets: list[int] = field(default_factory=list)  # of all requests together, by step
     reasons: list[str] = field(default_factory=list)
 
@@ -193,6 +195,9 @@ def _step(
     plain = world.curve(count) + world.per_scored * count + world.per_request * count
     verify = world.curve(count + chunks + drafted) + world.per_scored * (count + drafted) + world.per_request * count
     reading = world.curve(count + chunks) - world.curve(count)  # prompts cost the same without drafts
+    totals.since_drafts = 0 if any(budgets.values()) else totals.since_drafts + 1
+    if totals.since_drafts:
+        verify *= 1.0 + world.after * 0.8 ** (totals.since_drafts - 1)
     seconds = pace * (verify + other * draft)
     totals.seconds += seconds
     share = sum(1 + len(o.accepted_nodes) for o in outcomes) / count

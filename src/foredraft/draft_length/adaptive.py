@@ -19,7 +19,7 @@ from foredraft.draft_length.current_plan import Candidates, CurrentPlan
 from foredraft.draft_length.held_decision import HeldDecision
 from foredraft.draft_length.intervals import compute_plain_interval
 from foredraft.draft_length.observer import WARMUP_NODES, StepObserver
-from foredraft.draft_length.plain_run import PlainRun
+from foredraft.draft_length.plain_run import PlainRun, count_run_steps
 from foredraft.draft_length.planner import LengthPlan, cut_nodes
 from foredraft.draft_length.policy import DecisionReason, LengthDecision, StepReport
 from foredraft.draft_length.prober import Prober
@@ -178,16 +178,18 @@ class AdaptiveLengthPolicy:
         reason: DecisionReason = "pays"
         if not is_drafting:  # "guard": drafting would pay, but `_update_mode` did not resume it
             reason = "guard" if plan.speedup > 1.0 + RESUMPTION_GAIN else "does not pay"
+            self._plain_run.stop()
         elif plan.speedup < 1.0 - GAIN_MARGIN:  # in this step alone, which has a prompt
             return "does not pay", granted
         else:
             granted = _vary_lengths(_select_ready(plan.nodes_by_slot, adjustable), observer.step)
         # The time of a plain step that is not well known would make drafts seem to save more, or less, than they do.
         gain, num_requests = plan.speedup - 1.0, observer.num_requests
-        interval = compute_plain_interval(gain, self.curve.get_confidence(num_requests))
+        interval = compute_plain_interval(gain, count_run_steps(gain), self.curve.get_confidence(num_requests))
         is_typical = num_pass_tokens == num_requests  # no prompt, and all requests can draft
         can_measure = is_drafting and not observer.has_fixed
         if can_measure and self._plain_run.take_step(observer.steps_since_plain, interval, gain, is_typical):
+            observer.begin_plain_step(self._plain_run.num_transition_steps)
             return "measure", {}
         was_probing = bool(self._probes.slots)
         probed = self._prober.update(adjustable, granted, num_pass_tokens, plan.speedup)

@@ -10,7 +10,9 @@ RESTING_LIFETIME = 128  # the same, once it has been paused for a while
 RESUMPTION_INTERVAL = 8  # while drafting is paused though a plan pays: steps between two looks at the time credit
 # While requests draft, runs of plain steps measure the cost of plain decoding again. They lose at most 0.5 % of
 # the tokens (docs/controller.md, "Estimates").
-PLAIN_INTERVAL_PER_GAIN = 800  # steps between two runs, for a gain of 1; proportional to the gain
+PLAIN_INTERVAL_PER_GAIN = (
+    200  # steps between two runs for each step of a run, for a gain of 1; proportional to the gain
+)
 MIN_PLAIN_INTERVAL = 64
 MAX_PLAIN_INTERVAL = 1024
 
@@ -35,11 +37,12 @@ def get_paused_lifetime(is_resting: bool) -> int:
     return RESTING_LIFETIME if is_resting else PAUSED_LIFETIME
 
 
-def compute_plain_interval(gain: float, confidence: float = 1.0) -> float:
+def compute_plain_interval(gain: float, num_run_steps: int, confidence: float = 1.0) -> float:
     """Return the number of steps with drafts between two runs of plain steps.
 
     Args:
         gain: predicted gain of drafts.
+        num_run_steps: steps of a run.
         confidence: how well the time of a plain step is known, from 0 to 1.
     """
-    return max(min(PLAIN_INTERVAL_PER_GAIN * gain, MAX_PLAIN_INTERVAL) * confidence, MIN_PLAIN_INTERVAL)
+    return max(min(PLAIN_INTERVAL_PER_GAIN * num_run_steps * gain, MAX_PLAIN_INTERVAL) * confidence, MIN_PLAIN_INTERVAL)

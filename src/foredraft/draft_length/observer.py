@@ -9,7 +9,7 @@ from typing import NamedTuple
 from foredraft.draft_length.acceptance import SurvivalEstimator
 from foredraft.draft_length.costs import CostCurve, DraftCost
 from foredraft.draft_length.credit import TimeCredit
-from foredraft.draft_length.plain_run import NUM_TRANSITION_STEPS
+from foredraft.draft_length.plain_run import MIN_TRANSITION_STEPS
 from foredraft.draft_length.policy import DraftCandidate, StepReport
 from foredraft.draft_length.step_costs import StepCosts
 from foredraft.draft_length.step_times import StepTimes, TimedStep, merge_equal_steps
@@ -71,7 +71,7 @@ class StepObserver:
         self,
         curve: CostCurve | None,
         draft_cost: DraftCost | None,
-        num_transition_steps: int = NUM_TRANSITION_STEPS,
+        num_transition_steps: int = MIN_TRANSITION_STEPS,
     ) -> None:
         costs = StepCosts(curve or CostCurve(), draft_cost or DraftCost())
         self._times = StepTimes(costs, num_transition_steps)
@@ -120,6 +120,10 @@ class StepObserver:
     def is_paused_briefly(self) -> bool:
         """Whether drafting is paused, but does not rest yet."""
         return not self.is_drafting and not self.is_resting
+
+    def begin_plain_step(self, num_transition_steps: int) -> None:
+        """Measure plain decoding in the next step, unless it is one of this many plain steps after drafts."""
+        self._times.num_transition_steps = num_transition_steps
 
     def end_warmup(self) -> None:
         """End the warm-up, because the costs are known or not needed."""

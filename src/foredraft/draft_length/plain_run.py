@@ -1,7 +1,8 @@
 """Runs of plain steps that measure the cost of plain decoding while requests draft.
 
 The first plain steps after drafts are slower than plain decoding is, by up to a half on small models: caches hold what
-drafts need. Only the later steps of a run count.
+drafts need. The excess falls by about a fifth per step. Only the later steps of a run count: from the tenth on if drafts
+are predicted to gain little, so that a tenth of a step decides, and earlier if they gain more.
 
 The first steps of an engine are slower too, and plain steps are measured before drafts. Drafts would seem to save more
 than they do. So the first run comes early and is longer. At a larger load the times of plain steps are those of passes
@@ -10,19 +11,37 @@ with drafts for fewer requests, so a run begins at once.
 
 from foredraft.draft_length.intervals import MAX_PLAIN_INTERVAL
 
-NUM_TRANSITION_STEPS = 2  # plain steps after drafts whose times do not count
-RUN_STEPS = NUM_TRANSITION_STEPS + 2
-FIRST_RUN_STEPS = NUM_TRANSITION_STEPS + 6
+MIN_TRANSITION_STEPS, MAX_TRANSITION_STEPS = 2, 10  # plain steps after drafts whose times do not count
+TRANSITION_GAIN = 2.0  # predicted gain times transition steps
+NUM_MEASURED, NUM_FIRST_MEASURED = 2, 6  # steps of a run that count: of any run, and of the first one
+NEW_LOAD_STEPS = MIN_TRANSITION_STEPS + NUM_FIRST_MEASURED  # of a run at a larger load
 FIRST_INTERVAL = 24  # steps with drafts before the first run; the limit doubles with every run
 # A predicted gain at which drafts pay even if plain decoding takes 40 % less time than it seems to, as at the start.
 CLEAR_GAIN = 0.7
 CLEAR_INTERVAL = 96  # steps with drafts before the first run then
 
 
+def count_transition_steps(gain: float) -> int:
+    """Return the number of steps of a run that do not count, for a predicted gain of drafts."""
+    if gain * MAX_TRANSITION_STEPS <= TRANSITION_GAIN:
+        return MAX_TRANSITION_STEPS
+    return max(round(TRANSITION_GAIN / gain), MIN_TRANSITION_STEPS)
+
+
+def count_run_steps(gain: float) -> int:
+    """Return the number of steps of a run that is not the first, for a predicted gain of drafts."""
+    return count_transition_steps(gain) + NUM_MEASURED
+
+
 class PlainRun:
-    """Steps that are left of the current run, and the interval until the next."""
+    """Steps that are left of the current run, and the interval until the next.
+
+    Attributes:
+        num_transition_steps: steps of the latest run whose times do not count.
+    """
 
     def __init__(self) -> None:
+        self.num_transition_steps = MIN_TRANSITION_STEPS
         self._left = 0
         self._max_interval = FIRST_INTERVAL
         self._load = 0  # reference load, in requests whose draft length may change
@@ -36,7 +55,7 @@ class PlainRun:
         if self._load / 2 <= load < self._load * 2:
             return False
         has_grown = 0 < self._load < load
-        self._left = FIRST_RUN_STEPS if has_grown else 0
+        self._begin(MIN_TRANSITION_STEPS, NUM_FIRST_MEASURED if has_grown else 0)
         self._load, self._max_interval = load, FIRST_INTERVAL
         return has_grown
 
@@ -54,9 +73,18 @@ class PlainRun:
         interval = min(interval, max_interval) if is_typical else MAX_PLAIN_INTERVAL
         if not self._left and steps_since_plain >= interval:
             is_first = self._max_interval == FIRST_INTERVAL
-            self._left = FIRST_RUN_STEPS if is_first and not is_clear else RUN_STEPS
+            self._begin(count_transition_steps(gain), NUM_FIRST_MEASURED if is_first and not is_clear else NUM_MEASURED)
             self._max_interval *= 2
         if not self._left:
             return False
         self._left -= 1
         return True
+
+    def stop(self) -> None:
+        """End the current run, because drafting is paused: the plain steps of the pause measure the same."""
+        self._left = 0
+
+    def _begin(self, num_transition_steps: int, num_measured: int) -> None:
+        """Begin a run of transition steps and measured steps; none if nothing is measured."""
+        self.num_transition_steps = num_transition_steps
+        self._left = num_transition_steps + num_measured if num_measured else 0

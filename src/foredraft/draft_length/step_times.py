@@ -8,7 +8,7 @@ from statistics import fmean, median
 from typing import NamedTuple
 
 from foredraft.draft_length.credit import TimeCredit
-from foredraft.draft_length.plain_run import NUM_TRANSITION_STEPS
+from foredraft.draft_length.plain_run import MIN_TRANSITION_STEPS
 from foredraft.draft_length.policy import StepReport
 from foredraft.draft_length.step_costs import StepCosts
 
@@ -75,12 +75,13 @@ class StepTimes:
         num_transition_steps: plain steps after drafts, or at the start, whose times change no cost.
 
     Attributes:
+        num_transition_steps: the same for the following steps; runs of plain steps differ (`plain_run.py`).
         credit: time that drafting has saved and may lose again.
     """
 
-    def __init__(self, costs: StepCosts, num_transition_steps: int = NUM_TRANSITION_STEPS) -> None:
+    def __init__(self, costs: StepCosts, num_transition_steps: int = MIN_TRANSITION_STEPS) -> None:
         self.costs = costs
-        self._num_transition_steps = num_transition_steps
+        self.num_transition_steps = num_transition_steps
         self.credit = TimeCredit()
         self._num_plain = 0  # plain steps since the last draft
         self._num_drafts = 0  # steps with drafts since the last pause
@@ -107,7 +108,7 @@ class StepTimes:
         A plain step soon after drafts, or one of the first, changes no cost. The first drafts after a pause show what
         they cost and not how fast the machine is: caches hold what plain decoding needs.
         """
-        if step.longest and self._num_plain > self._num_transition_steps:
+        if step.longest and self._num_plain > self.num_transition_steps:
             self._num_drafts = 0
         is_new = step.longest > 0 and self._num_drafts < NUM_NEW_DRAFTS
         self._num_drafts += step.num_equal if step.longest else 0
@@ -115,7 +116,7 @@ class StepTimes:
         seconds = step.report.step_time
         if not changes_costs:
             seconds = self.costs.clip(step.report, step.longest, step.nodes, step.unread, step.newcomers)
-        elif step.longest or self._num_plain > self._num_transition_steps:
+        elif step.longest or self._num_plain > self.num_transition_steps:
             seconds = self.costs.record(step.report, step.longest, step.nodes, step.unread, step.newcomers, is_new)
         if step.report.outcomes:
             self._update_credit(step, seconds)
