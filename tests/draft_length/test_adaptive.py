@@ -264,10 +264,10 @@ def test_a_drafter_that_never_pays_comes_to_rest_and_a_probe_does_not_end_it():
     lengths, resting = adaptive(world), []
     record = lengths.record_step
     lengths.record_step = lambda report: (record(report), resting.append(lengths.is_resting))  # type: ignore[assignment]
-    totals = run(world, lengths, 1500)
+    totals = run(world, lengths, 5000)
     assert not any(resting[:RESTING_STEPS])
-    assert all(resting[-1000:])
-    assert "probe" in totals.reasons[-1000:]
+    assert all(resting[-4000:])
+    assert "probe" in totals.reasons[-4000:]
 
 
 @pytest.mark.parametrize("follow", [0.01, 0.03])

@@ -3,11 +3,12 @@
 import pytest
 
 from foredraft.draft_length.credit import (
-    LOSS_ALLOWANCE,
+    DEFAULT_TERMS,
     MAX_COST_DECAY,
     MAX_CREDIT_STEPS,
     MIN_LOSS_ALLOWANCE,
     NEW_LOAD_STEPS,
+    CreditTerms,
     TimeCredit,
 )
 
@@ -42,14 +43,14 @@ def test_a_skipped_step_adds_the_allowance_of_a_plain_step() -> None:
     credit.record_step(2.0, 2.0, step_seconds=20.0)
     before = credit.seconds
     credit.record_skipped_step()
-    assert credit.seconds == pytest.approx(before + LOSS_ALLOWANCE * 2.0)
+    assert credit.seconds == pytest.approx(before + DEFAULT_TERMS.allowance * 2.0)
 
 
 def test_a_step_that_the_drafter_does_not_observe_adds_the_whole_allowance() -> None:
     """Fault: a drafter at rest took no time, but the credit still grew by a quarter, so no probe was affordable."""
     credit = TimeCredit()
     credit.record_step(1.0, 1.0, observing=0.1)
-    for is_observed, allowance in ((True, MIN_LOSS_ALLOWANCE), (False, LOSS_ALLOWANCE)):
+    for is_observed, allowance in ((True, MIN_LOSS_ALLOWANCE), (False, DEFAULT_TERMS.allowance)):
         before = credit.seconds
         credit.record_skipped_step(is_observed)
         assert credit.seconds == pytest.approx(before + allowance)
@@ -76,3 +77,9 @@ def test_a_larger_load_keeps_a_few_steps_of_the_credit() -> None:
     credit.seconds = -3.0
     credit.limit_at_larger_load()
     assert credit.seconds == -3.0
+
+
+def test_terms_set_the_credit_at_the_start_and_the_allowance() -> None:
+    credit = TimeCredit(CreditTerms(allowance=0.1, initial_steps=3.0))
+    credit.record_step(2.0, 2.0)
+    assert credit.seconds == pytest.approx(3.0 * 2.0 + 0.1 * 2.0)

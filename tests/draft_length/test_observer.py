@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from foredraft.draft_length.costs import CostCurve
-from foredraft.draft_length.credit import LOSS_ALLOWANCE, MIN_LOSS_ALLOWANCE
+from foredraft.draft_length.credit import DEFAULT_TERMS, MIN_LOSS_ALLOWANCE
 from foredraft.draft_length.observer import MAX_IDLE_STEPS, MAX_WAITING, WARMUP_NODES, StepObserver
 from foredraft.draft_length.plain_run import MIN_TRANSITION_STEPS
 from foredraft.draft_length.policy import DraftCandidate, DraftOutcome, StepReport
@@ -169,4 +169,4 @@ def test_a_drafter_at_rest_earns_less_only_in_steps_that_it_observes() -> None:
             record(observer, costly if is_observed else PLAIN._replace(is_observed=False))
         earned.append((observer.credit.seconds - before) / (64 * observer.credit.plain_step_cost))
     assert earned[0] == pytest.approx(MIN_LOSS_ALLOWANCE, rel=0.2)
-    assert earned[1] == pytest.approx(LOSS_ALLOWANCE, rel=0.02)
+    assert earned[1] == pytest.approx(DEFAULT_TERMS.allowance, rel=0.02)

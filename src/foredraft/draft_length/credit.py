@@ -4,11 +4,11 @@ A plain step is a step without drafts. Its cost is predicted, and leaves prompt 
 a multiple of this cost. Pure: without a clock.
 """
 
-LOSS_ALLOWANCE = 0.01  # share of the time that may be lost: to probes, to warm-up and to drafts that do not pay
+from dataclasses import dataclass
+
 # A drafter that observes every step costs this time even if nothing is drafted. Its share counts towards a limit, above
 # which the allowance shrinks to the lower one, so that both together stay below the promised 3 %.
 MAX_SHARED_LOSS, MIN_LOSS_ALLOWANCE = 0.02, 0.0025
-INITIAL_CREDIT_STEPS = 14.0  # credit at the start, in plain steps
 # Upper limit on the credit, in steps of the costlier kind: a plain step, or the costliest recent step with drafts.
 MAX_CREDIT_STEPS = 24.0
 MAX_COST_DECAY = 0.99  # factor per step on the cost of the costliest recent step, so that it is forgotten
@@ -18,17 +18,36 @@ MIN_AVAILABLE_STEPS = 2.0  # plain steps of credit that always count as availabl
 MAX_LOAN_STEPS = MAX_CREDIT_STEPS / 2  # upper limit on a loan, in plain steps
 
 
+@dataclass(frozen=True)
+class CreditTerms:
+    """What may be lost.
+
+    Attributes:
+        allowance: share of the time: for probes, and for drafts that do not pay.
+        initial_steps: credit at the start, in plain steps.
+    """
+
+    allowance: float = 0.005
+    initial_steps: float = 10.0
+
+
+DEFAULT_TERMS = CreditTerms()
+
+
 class TimeCredit:
     """Account of saved and lost time.
 
     A step with drafts adds the time that it saves against plain decoding, or subtracts the time that it loses. Every
-    recorded step adds LOSS_ALLOWANCE of its predicted time without drafts. If the credit is used up, the policy pauses
-    drafting. So over a long run at most LOSS_ALLOWANCE of the time is lost. The allowance is smaller for a drafter that
-    takes more than 1 % of a plain step to observe it, in steps that it observes.
+    recorded step adds the allowance of its predicted time without drafts. If the credit is used up, the policy pauses
+    drafting. So over a long run at most the allowance is lost. It is smaller for a drafter that takes more than 1.5 % of
+    a plain step to observe it, in steps that it observes.
 
     The credit is used up below 0. A loan lowers this limit for a time: when drafting resumes, the drafter first reads
     the unread tokens, and later steps repay the time. A loan ends with the first step that leaves the credit at 0 or
     above.
+
+    Args:
+        terms: what may be lost.
 
     Attributes:
         seconds: the credit; negative if drafting has lost more than the credit held.
@@ -36,11 +55,12 @@ class TimeCredit:
         observing_share: time that the drafter takes to observe a plain step, as a share of the rest of the step.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, terms: CreditTerms = DEFAULT_TERMS) -> None:
         self.seconds = 0.0
         self.plain_step_cost = 0.0
         self.observing_share = 0.0
-        self._allowance = LOSS_ALLOWANCE
+        self._terms = terms
+        self._allowance = terms.allowance
         self._floor = 0.0  # the credit is used up below this: minus the seconds of the loan; 0 = no loan
         self._max_step_cost = 0.0  # seconds of the costliest recent step with drafts
 
@@ -94,11 +114,13 @@ class TimeCredit:
         """
         if observing:
             self.observing_share = observing / max(plain_step_cost - observing, observing)
-            self._allowance = min(max(MAX_SHARED_LOSS - self.observing_share, MIN_LOSS_ALLOWANCE), LOSS_ALLOWANCE)
+            self._allowance = min(
+                max(MAX_SHARED_LOSS - self.observing_share, MIN_LOSS_ALLOWANCE), self._terms.allowance
+            )
         if not self.plain_step_cost:  # the first step
-            self.seconds = INITIAL_CREDIT_STEPS * plain_step_cost
+            self.seconds = self._terms.initial_steps * plain_step_cost
         self.plain_step_cost = plain_step_cost
-        self.seconds += (self._allowance if is_observed else LOSS_ALLOWANCE) * cost_without_drafts
+        self.seconds += (self._allowance if is_observed else self._terms.allowance) * cost_without_drafts
         self._max_step_cost *= MAX_COST_DECAY
         if step_seconds is not None:
             self.seconds += cost_without_drafts + saved_later - step_seconds

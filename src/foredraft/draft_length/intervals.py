@@ -8,11 +8,9 @@ CHANGED_BATCH_LIFETIME = 8  # of a batch that has changed since the plan was com
 PAUSED_LIFETIME = 32  # while drafting is paused: of any batch, changed or not, without a new kind of request or a probe
 RESTING_LIFETIME = 128  # the same, once it has been paused for a while
 RESUMPTION_INTERVAL = 8  # while drafting is paused though a plan pays: steps between two looks at the time credit
-# While requests draft, runs of plain steps measure the cost of plain decoding again. They lose at most 0.5 % of
+# While requests draft, runs of plain steps measure the cost of plain decoding again. They lose at most 1 % of
 # the tokens (docs/controller.md, "Estimates").
-PLAIN_INTERVAL_PER_GAIN = (
-    200  # steps between two runs for each step of a run, for a gain of 1; proportional to the gain
-)
+PLAIN_INTERVAL_PER_GAIN = 100  # steps between two runs per step of a run and gain of 1
 MIN_PLAIN_INTERVAL = 64
 MAX_PLAIN_INTERVAL = 1024
 

@@ -4,12 +4,14 @@ from collections import Counter
 from collections.abc import Sequence
 
 from foredraft.draft_length.costs import CostCurve
+from foredraft.draft_length.credit import CreditTerms
 from foredraft.draft_length.observer import StepObserver
 from foredraft.draft_length.policy import DecisionReason, DraftCandidate, LengthDecision, StepReport
 
 PLAIN_STEP_INTERVAL = 256  # steps with drafts between two plain steps, which measure the cost of plain decoding
 # the same, while the credit may soon pause drafting: a cost that is extrapolated from drafts alone can be far off
 SHORT_PLAIN_INTERVAL = 8
+TERMS = CreditTerms(allowance=0.01, initial_steps=14.0)
 MAX_INITIAL_LOSS_STEPS = 12.0  # time, in plain steps, that may be lost before drafting is paused for the first time
 MIN_RESUME_CREDIT = 2.0  # time credit, in plain steps, that ends the first pause
 MAX_RESUME_CREDIT = 8.0  # upper limit in plain steps: the credit that ends a pause doubles with every further pause
@@ -28,7 +30,7 @@ class KindBudget:
 
     def __init__(self, curve: CostCurve | None = None) -> None:
         # Every plain step counts, the first ones too: without a plan nothing else limits what is lost at the start.
-        self._observer = StepObserver(curve, None, num_transition_steps=0)
+        self._observer = StepObserver(curve, None, num_transition_steps=0, terms=TERMS)
         self._observer.end_warmup()  # there is no plan, so no costs have to be measured first
         self._is_paused, self._resume_credit = False, 0.0
         self.decision = LengthDecision("start")

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from foredraft.draft_length.acceptance import SurvivalEstimator
 from foredraft.draft_length.costs import CostCurve, DraftCost
-from foredraft.draft_length.credit import TimeCredit
+from foredraft.draft_length.credit import DEFAULT_TERMS, CreditTerms, TimeCredit
 from foredraft.draft_length.plain_run import MIN_TRANSITION_STEPS
 from foredraft.draft_length.policy import DraftCandidate, StepReport
 from foredraft.draft_length.step_costs import StepCosts
@@ -57,6 +57,7 @@ class StepObserver:
         curve: time of a forward pass of the target by its number of tokens; None = learned from steps.
         draft_cost: time of a draft; None = learned from steps.
         num_transition_steps: plain steps after drafts whose times change no cost.
+        terms: what may be lost.
 
     Attributes:
         step: number of finished steps.
@@ -72,9 +73,10 @@ class StepObserver:
         curve: CostCurve | None,
         draft_cost: DraftCost | None,
         num_transition_steps: int = MIN_TRANSITION_STEPS,
+        terms: CreditTerms = DEFAULT_TERMS,
     ) -> None:
         costs = StepCosts(curve or CostCurve(), draft_cost or DraftCost())
-        self._times = StepTimes(costs, num_transition_steps)
+        self._times = StepTimes(costs, num_transition_steps, terms)
         self.survival = SurvivalEstimator()
         self.unread = UnreadCounter()
         self.step = 0

@@ -1,5 +1,6 @@
 """Planner that chooses the draft nodes with the most tokens per second. Pure: numbers in, numbers out, no clock."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -10,6 +11,9 @@ from foredraft.draft_length.costs import CostCurve, DraftCost, Floats
 
 Ints = NDArray[np.int64]
 
+MAX_COMPARED_NODES = 8  # a plain pass is compared with passes of up to this many draft nodes
+KNOWN_CONFIDENCE = 0.6  # confidence from which the time of such a pass is well known
+LARGER_TIME_MARGIN = 1.1  # a plain pass takes at most this multiple of it; less would follow the noise of the lowest
 MIN_SECONDS = 1e-9  # lower limit on sums of times, against division by zero
 
 
@@ -97,19 +101,33 @@ class Planner:
         taken at the real number of tokens.
         """
         decode_only = replace(shape, num_pass_tokens=shape.num_requests)
-        seconds = self.plain_cost_ratio * self.estimate_verify_time(decode_only, 0) + self.draft_cost.predict(
-            shape.num_requests, shape.fixed_longest, shape.fixed_nodes
-        )
+        seconds = self.plain_cost_ratio * self.estimate_verify_time(decode_only, 0)
+        seconds = min(seconds, self._limit_undrafted_time(decode_only))
+        seconds += self.draft_cost.predict(shape.num_requests, shape.fixed_longest, shape.fixed_nodes)
         if shape.fixed_nodes:
             seconds += self.estimate_verify_time(shape, shape.fixed_nodes) - self.estimate_verify_time(shape, 0)
         return shape.num_requests + shape.fixed_accepted, max(seconds, MIN_SECONDS)
+
+    def _limit_undrafted_time(self, shape: StepShape) -> float:
+        """Return an upper limit on the seconds of the pass without these drafts; infinity if there is none.
+
+        It takes no longer than passes with a few nodes, of which those count whose time is well known. Plain steps are
+        rare while drafts pay, so one that the system delayed would otherwise count for long.
+        """
+        num_fixed = shape.fixed_nodes
+        known = [
+            self.estimate_verify_time(shape, num_fixed + n)
+            for n in range(1, MAX_COMPARED_NODES + 1)
+            if self.curve.get_confidence(shape.num_pass_tokens + num_fixed + n) > KNOWN_CONFIDENCE
+        ]
+        return LARGER_TIME_MARGIN * min(known, default=math.inf)
 
     def _plan_one(
         self, shape: StepShape, slot: int, least: int, survival: Sequence[float], draft_probs: Sequence[float]
     ) -> LengthPlan:
         """Plan for one request: evaluate every draft length above the least."""
         tokens, seconds = plain_tokens, plain_seconds = self.estimate_baseline(shape)
-        before = self.estimate_verify_time(shape, shape.fixed_nodes)
+        before = min(self.estimate_verify_time(shape, shape.fixed_nodes), self._limit_undrafted_time(shape))
         seconds -= self.draft_cost.predict(shape.num_requests, shape.fixed_longest, shape.fixed_nodes)
         nodes, best_rate, best_length, best_accepted = float(shape.fixed_nodes), 0.0, least, 0.0
         room = self.curve.count_free_rows(shape.num_pass_tokens + shape.fixed_nodes)
@@ -175,7 +193,7 @@ class Planner:
             expected_nodes: nodes of each set that are drafted on average, [L, N].
             any_draft: probability that any of them is drafted, [L, N].
         """
-        before = self.estimate_verify_time(shape, shape.fixed_nodes)
+        before = min(self.estimate_verify_time(shape, shape.fixed_nodes), self._limit_undrafted_time(shape))
         rest = baseline - before - self.draft_cost.predict(shape.num_requests, shape.fixed_longest, shape.fixed_nodes)
         nodes = expected_nodes / any_draft + shape.fixed_nodes
         pass_tokens = shape.num_pass_tokens + nodes

@@ -120,6 +120,9 @@ class StepCosts:
         num_tokens, num_rows = report.num_pass_tokens - nodes, report.num_logit_rows - nodes  # those without drafts
         pass_cost = curve.predict(report.num_requests, num_tokens, num_rows, context * num_tokens)
         cost_without_drafts = ratio * pass_cost + observing
+        if nodes:  # it does not take longer than with them
+            pass_size = report.num_requests, report.num_pass_tokens, report.num_logit_rows, report.attended_tokens
+            cost_without_drafts = min(cost_without_drafts, curve.predict(*pass_size) + observing)
         if num_tokens == count:  # the step has no prompt chunk
             return cost_without_drafts, cost_without_drafts
         plain_pass_cost = curve.predict(count, count, count, context * count)

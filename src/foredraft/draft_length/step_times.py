@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from statistics import fmean, median
 from typing import NamedTuple
 
-from foredraft.draft_length.credit import TimeCredit
+from foredraft.draft_length.credit import DEFAULT_TERMS, CreditTerms, TimeCredit
 from foredraft.draft_length.plain_run import MIN_TRANSITION_STEPS
 from foredraft.draft_length.policy import StepReport
 from foredraft.draft_length.step_costs import StepCosts
@@ -73,16 +73,22 @@ class StepTimes:
     Args:
         costs: costs of steps.
         num_transition_steps: plain steps after drafts, or at the start, whose times change no cost.
+        terms: what may be lost.
 
     Attributes:
         num_transition_steps: the same for the following steps; runs of plain steps differ (`plain_run.py`).
         credit: time that drafting has saved and may lose again.
     """
 
-    def __init__(self, costs: StepCosts, num_transition_steps: int = MIN_TRANSITION_STEPS) -> None:
+    def __init__(
+        self,
+        costs: StepCosts,
+        num_transition_steps: int = MIN_TRANSITION_STEPS,
+        terms: CreditTerms = DEFAULT_TERMS,
+    ) -> None:
         self.costs = costs
         self.num_transition_steps = num_transition_steps
-        self.credit = TimeCredit()
+        self.credit = TimeCredit(terms)
         self._num_plain = 0  # plain steps since the last draft
         self._num_drafts = 0  # steps with drafts since the last pause
         self._turn = 0  # chooses among steps that waited together (`record_all`)
