@@ -74,6 +74,7 @@ class SimulatedEngine:
     outliers: float = 0.0  # chance of a step that takes ten times as long
     swing: Callable[[int], float] = lambda step: 1.0  # the whole machine, slower or faster
     after: float = 0.0  # share by which a plain step right after drafts takes longer; a fifth less with each step
+    plain_swing: Callable[[int], float] = lambda step: 1.0  # passes without drafts alone, slower or faster
     branches: int = 1  # above 1: a tree of this many siblings at every level
     # Predicted acceptance of a node from the true one, under a random number of the normal distribution; None = none.
     predict: Callable[[float, float], float] | None = None
@@ -193,10 +194,12 @@ def _step(
     draft = world.follow * count * is_observed + world.reading * read
     draft += world.lookup * any(budgets.values()) + depth * (world.draft + world.draft_row * drafting)
     plain = world.curve(count) + world.per_scored * count + world.per_request * count
+    plain *= world.plain_swing(step)
     verify = world.curve(count + chunks + drafted) + world.per_scored * (count + drafted) + world.per_request * count
     reading = world.curve(count + chunks) - world.curve(count)  # prompts cost the same without drafts
     totals.since_drafts = 0 if any(budgets.values()) else totals.since_drafts + 1
     if totals.since_drafts:
+        verify *= world.plain_swing(step)
         verify *= 1.0 + world.after * 0.8 ** (totals.since_drafts - 1)
     seconds = pace * (verify + other * draft)
     totals.seconds += seconds

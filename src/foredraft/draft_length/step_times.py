@@ -14,6 +14,7 @@ from foredraft.draft_length.step_costs import StepCosts
 
 OUTLIER_FACTOR = 1.5  # a time of a merged step counts at most as this multiple of their median
 NUM_NEW_DRAFTS = 4  # steps with drafts after a pause that do not change the slowness of the machine
+NUM_NEW_PLAIN = 16  # the same for plain steps after drafts
 MAX_SIZES = 2  # sizes of steps that waited together whose times change costs: updating costs takes longest
 
 
@@ -112,13 +113,15 @@ class StepTimes:
         """Add a step to the credit, and to the costs unless `changes_costs` is False.
 
         A plain step soon after drafts, or one of the first, changes no cost. The first drafts after a pause show what
-        they cost and not how fast the machine is: caches hold what plain decoding needs.
+        they cost and not how fast the machine is: caches hold what plain decoding needs. The first plain steps after
+        drafts show the same of plain decoding. If they seemed to show a faster machine, drafts would seem faster too.
         """
         if step.longest and self._num_plain > self.num_transition_steps:
             self._num_drafts = 0
-        is_new = step.longest > 0 and self._num_drafts < NUM_NEW_DRAFTS
-        self._num_drafts += step.num_equal if step.longest else 0
+        has_drafted = self._num_drafts > 0
         self._num_plain = 0 if step.longest else self._num_plain + step.num_steps
+        is_new = self._num_drafts < NUM_NEW_DRAFTS if step.longest else has_drafted and self._num_plain <= NUM_NEW_PLAIN
+        self._num_drafts += step.num_equal if step.longest else 0
         seconds = step.report.step_time
         if not changes_costs:
             seconds = self.costs.clip(step.report, step.longest, step.nodes, step.unread, step.newcomers)
