@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 FORGETTING_STEPS = 128  # observations after which the weight of an observation has decayed to 1 / e
-OUTLIER_SHARE = 0.5  # a time further than this share from the prediction is clipped to that distance
+OUTLIER_SHARE = 0.35  # a time further than this share from the prediction is clipped to that distance
 MAX_OUTLIER_DOUBLINGS = 30  # upper limit on the doublings of that distance
 NUM_EAGER_FITS = 16  # observations after each of which the coefficients are fitted
 FIT_INTERVAL = 12  # observations between later fits

@@ -10,6 +10,7 @@ from foredraft.draft_length.planner import Planner
 from foredraft.draft_length.policy import StepReport
 
 SLOWDOWN_SMOOTHING = 0.2  # weight of the newest step in the slowdown of the machine
+MAX_RATIO = 1.25  # measured over predicted time of a pass, for these two; one that the system delayed counts no more
 MAX_CLIPPED_RATIO = 1.5  # measured over predicted seconds of a step that changes no cost
 PLAIN_COST_SMOOTHING = 0.25  # weight of the newest plain step in the ratio of measured to predicted cost
 
@@ -69,7 +70,7 @@ class StepCosts:
                 seconds=draft_seconds, scale=pass_seconds,
             )  # fmt: skip
         if predicted_pass > 0.0:
-            ratio = pass_seconds / predicted_pass
+            ratio = min(max(pass_seconds / predicted_pass, 1.0 / MAX_RATIO), MAX_RATIO)
             # A size that is new shows its own price, not that of the machine.
             if not is_new:
                 self.slowdown *= 1.0 + SLOWDOWN_SMOOTHING * confidence * (ratio - 1.0)
