@@ -358,7 +358,7 @@ def test_a_pause_for_what_few_requests_accepted_ends_with_a_request(load, is_pla
         granted = lengths.allocate(candidates, load)
         outcomes = tuple(DraftOutcome(slot, nodes, nodes) for slot, nodes in enumerate(granted))
         rows = load + sum(granted)
-        lengths.record_step(StepReport(load, rows, rows, 50 * rows, 0.1, 2.0, outcomes))
+        lengths.record_step(StepReport(load, rows, rows, 50 * rows, 0.1, 1.3, outcomes))
     assert lengths.repeat_none(load, {0})
     lengths.forget([0])
     assert lengths.repeat_none(load, {0}) != is_planned_anew
