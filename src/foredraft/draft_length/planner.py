@@ -94,14 +94,19 @@ class Planner:
         shape = StepShape(num_requests=0, num_pass_tokens=num_pass_tokens, context_per_token=0.0)
         return self.estimate_verify_time(shape, nodes) - self.estimate_verify_time(shape, 0)
 
-    def estimate_baseline(self, shape: StepShape) -> tuple[float, float]:
+    def estimate_baseline(self, shape: StepShape, pass_ratio: float) -> tuple[float, float]:
         """Return (tokens, seconds) of the step with only the drafts of fixed length.
 
         Prompt chunks cost the same with and without drafts, so they are left out. The added time of draft nodes is
         taken at the real number of tokens.
+
+        Args:
+            shape: the step.
+            pass_ratio: factor on the time of the pass: `plain_cost_ratio` for a step that stays without further
+                drafts, 1 for one that gets some. It is the price of plain steps, and passes with drafts have their own.
         """
         decode_only = replace(shape, num_pass_tokens=shape.num_requests)
-        seconds = self.plain_cost_ratio * self.estimate_verify_time(decode_only, 0)
+        seconds = pass_ratio * self.estimate_verify_time(decode_only, 0)
         seconds = min(seconds, self._limit_undrafted_time(decode_only))
         seconds += self.draft_cost.predict(shape.num_requests, shape.fixed_longest, shape.fixed_nodes)
         if shape.fixed_nodes:
@@ -126,7 +131,8 @@ class Planner:
         self, shape: StepShape, slot: int, least: int, survival: Sequence[float], draft_probs: Sequence[float]
     ) -> LengthPlan:
         """Plan for one request: evaluate every draft length above the least."""
-        tokens, seconds = plain_tokens, plain_seconds = self.estimate_baseline(shape)
+        plain_tokens, plain_seconds = self.estimate_baseline(shape, self.plain_cost_ratio)
+        tokens, seconds = self.estimate_baseline(shape, 1.0)
         before = min(self.estimate_verify_time(shape, shape.fixed_nodes), self._limit_undrafted_time(shape))
         seconds -= self.draft_cost.predict(shape.num_requests, shape.fixed_longest, shape.fixed_nodes)
         nodes, best_rate, best_length, best_accepted = float(shape.fixed_nodes), 0.0, least, 0.0
@@ -148,7 +154,8 @@ class Planner:
         self, shape: StepShape, slots: Sequence[int], limits: Ints, survival: Floats, draft_probs: Floats
     ) -> LengthPlan:
         """Plan for several requests: limits [B, 2], survival and draft_probs [B, N]."""
-        tokens, seconds = self.estimate_baseline(shape)
+        tokens, seconds = self.estimate_baseline(shape, self.plain_cost_ratio)
+        _, baseline = self.estimate_baseline(shape, 1.0)
         count, width = survival.shape
         order = np.argsort(-survival, axis=None, kind="stable")  # equal nodes of one request stay in their order
         request, node = order // width, order % width + 1
@@ -163,7 +170,7 @@ class Planner:
         sizes = np.cumsum(inside, 1)
         accepted, expected_nodes = (np.cumsum(np.where(inside, x, 0.0), 1) for x in (survival, draft_probs))
         any_draft = np.maximum(-np.expm1(np.cumsum(np.where(inside, log_no_draft, 0.0), 1)), MIN_SECONDS)
-        cost = self._estimate_costs(shape, seconds, lengths, expected_nodes, any_draft)
+        cost = self._estimate_costs(shape, baseline, lengths, expected_nodes, any_draft)
         rates = np.where(inside, (tokens + accepted) / np.maximum(cost, MIN_SECONDS), 0.0)
         room = self.curve.count_free_rows(shape.num_pass_tokens + shape.fixed_nodes)
         if room is not None:
