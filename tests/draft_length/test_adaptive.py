@@ -121,6 +121,24 @@ def test_plain_steps_that_are_slow_right_after_drafts_do_not_make_drafts_seem_to
         assert simulate(world, 2000, has_curve=False)[1].speed >= PLAIN, seed
 
 
+@pytest.mark.parametrize("load", [1, 2])
+@pytest.mark.parametrize(("draft", "chance"), [(0.5, 0.4), (0.6, 0.5), (0.3, 0.2), (0.9, 0.7)])
+def test_noise_does_not_make_drafts_that_lose_seem_to_pay(draft, chance, load):
+    """Times with a spread of 12 %, a machine that changes its speed, and plain steps that are slow after drafts.
+
+    Fault: the means of four seeds were 0.93 to 0.98, and the lowest seed had 0.87.
+    """
+    speeds = []
+    for seed in range(4):
+        world = SimulatedEngine(
+            bend, draft=draft, accept=constant(chance), load=lambda step: load, reading=0.01, prompt=64, life=60,
+            after=0.35, noise=0.12, outliers=0.003, swing=lambda step: 1.0 + 0.2 * (step // 300 * 7 % 3), seed=seed,
+        )  # fmt: skip
+        speeds.append(simulate(world, 2000)[1].speed)
+    assert sum(speeds) / len(speeds) >= 0.98
+    assert min(speeds) >= PLAIN
+
+
 @pytest.mark.parametrize("load", [1, 4])
 def test_long_runs_of_plain_steps_cost_little_where_drafts_pay(load):
     for draft, chance in ((0.2, 0.5), (0.2, 0.7), (0.1, 0.8)):

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foredraft.draft_length.costs import CostCurve, DraftCost
-from foredraft.draft_length.planner import Planner, StepShape, cut_nodes
+from foredraft.draft_length.planner import LARGER_TIME_MARGIN, Planner, StepShape, cut_nodes
 
 
 def find_best_rate(planner: Planner, scene: StepShape, gains: list[list[float]], draft: float) -> float:
@@ -67,6 +67,35 @@ def test_a_plan_stays_in_the_last_row_bucket_if_it_can(count, least):
     assert count + sum(plan.nodes_by_slot.values()) == 8
     full = StepShape(9, 9, 0.0, least, count * least, 0.9 * count * least)
     assert planner.find_best_plan(full, slots, limits, rows, [[1.0] * 9] * count).longest == 9
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_plain_step_that_was_delayed_is_not_priced_above_passes_with_drafts(count):
+    """Fault: in a simulation, one slow step at the start kept drafts that lost a quarter going for 1,500 steps."""
+    curve = CostCurve([(1, 1.0), (16, 1.0)])
+    planner = Planner(curve, DraftCost())
+    planner.plain_cost_ratio = 4.0
+    arguments = list(range(count)), [(0, 4)] * count, [[0.5] * 4] * count, [[1.0] * 4] * count
+    plain_rates = []
+    for num_updates in (0, 8):
+        for _ in range(num_updates):
+            curve.update(count, count + 2, count + 2, 0, 1.0)
+        plain_rates.append(planner.find_best_plan(StepShape(count, count, 0.0), *arguments).plain_rate)
+    assert plain_rates[0] == pytest.approx(count / 4.0), "no larger pass is known"
+    assert plain_rates[1] == pytest.approx(count / LARGER_TIME_MARGIN, rel=0.01)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("ratio", [0.8, 1.5])
+def test_the_price_of_plain_steps_changes_no_rate_with_drafts(count, ratio):
+    """Fault: it was added to steps with drafts too, so where plain steps seemed slow, longer drafts seemed better."""
+    planner = Planner(CostCurve([(1, 1.0), (16, 2.5)]), DraftCost())
+    arguments = list(range(count)), [(0, 6)] * count, [[0.7**n for n in range(1, 7)]] * count, [[1.0] * 6] * count
+    plan = planner.find_best_plan(StepShape(count, count, 0.0), *arguments)
+    planner.plain_cost_ratio = ratio
+    other = planner.find_best_plan(StepShape(count, count, 0.0), *arguments)
+    assert (other.nodes_by_slot, other.rate) == (plan.nodes_by_slot, plan.rate)
+    assert other.plain_rate == pytest.approx(plan.plain_rate / ratio)
 
 
 def test_the_longest_drafts_are_cut_first():

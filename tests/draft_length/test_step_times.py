@@ -8,8 +8,8 @@ import pytest
 from foredraft.draft_length.costs import CostCurve, DraftCost
 from foredraft.draft_length.plain_run import MIN_TRANSITION_STEPS
 from foredraft.draft_length.policy import DraftOutcome, StepReport
-from foredraft.draft_length.step_costs import StepCosts
-from foredraft.draft_length.step_times import NUM_NEW_DRAFTS, StepTimes, TimedStep, merge_equal_steps
+from foredraft.draft_length.step_costs import MAX_RATIO, PLAIN_COST_SMOOTHING, SLOWDOWN_SMOOTHING, StepCosts
+from foredraft.draft_length.step_times import NUM_NEW_DRAFTS, NUM_NEW_PLAIN, StepTimes, TimedStep, merge_equal_steps
 
 
 def make_plain(seconds: float) -> TimedStep:
@@ -47,6 +47,41 @@ def test_the_first_drafts_after_a_pause_do_not_make_the_machine_seem_slow() -> N
     assert times.costs.curve.predict(1, 4, 4, 200) > pass_cost, "their own price is learnt"
     times.record(make_draft(2.4))
     assert times.costs.slowdown > slowdown
+
+
+def test_plain_steps_between_drafts_do_not_make_the_machine_seem_fast() -> None:
+    """Fault: drafts then seemed faster too, so what plain steps had shown did not change the comparison."""
+    times = StepTimes(StepCosts(CostCurve([(1, 1.0), (8, 1.2)]), DraftCost()))
+    for _ in range(12):
+        times.record(make_draft(1.3))
+    slowdown, plain = times.costs.slowdown, make_plain(0.8)
+    before, _ = times.costs.predict_without_drafts(plain.report, 0)
+    for _ in range(NUM_NEW_PLAIN):
+        times.record(plain)
+        assert times.costs.slowdown == slowdown
+    after, _ = times.costs.predict_without_drafts(plain.report, 0)
+    assert after < 0.9 * before
+    times.record(make_plain(0.6))
+    assert times.costs.slowdown < slowdown
+
+
+def test_one_delayed_step_moves_the_price_of_plain_steps_and_the_slowness_a_little() -> None:
+    costs = StepCosts(CostCurve([(1, 1.0), (8, 1.2)]), DraftCost())
+    for _ in range(20):
+        costs.record(make_plain(1.0).report, 0, 0, 0, 0)
+    ratio, slowdown = costs.planner.plain_cost_ratio, costs.slowdown
+    costs.record(make_plain(30.0).report, 0, 0, 0, 0)
+    assert ratio < costs.planner.plain_cost_ratio <= ratio + PLAIN_COST_SMOOTHING * (MAX_RATIO - ratio) + 1e-9
+    assert slowdown < costs.slowdown <= slowdown * (1.0 + SLOWDOWN_SMOOTHING * (MAX_RATIO - 1.0)) + 1e-9
+
+
+def test_a_step_without_its_drafts_is_not_priced_above_the_step_with_them() -> None:
+    costs = StepCosts(CostCurve([(1, 1.0), (8, 1.2)]), DraftCost())
+    report, with_drafts = make_draft(1.3).report, costs.curve.predict(1, 4, 4, 200)
+    for ratio in (1.0, 5.0):
+        costs.planner.plain_cost_ratio = ratio
+        assert costs.predict_without_drafts(report, 3)[1] <= with_drafts
+    assert costs.predict_without_drafts(report, 3)[1] == pytest.approx(with_drafts)
 
 
 def test_a_step_that_changes_no_cost_is_clipped_before_it_is_paid_from_the_credit() -> None:

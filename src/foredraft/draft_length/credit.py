@@ -39,8 +39,8 @@ class TimeCredit:
 
     A step with drafts adds the time that it saves against plain decoding, or subtracts the time that it loses. Every
     recorded step adds the allowance of its predicted time without drafts. If the credit is used up, the policy pauses
-    drafting. So over a long run at most the allowance is lost. It is smaller for a drafter that takes more than 1.5 % of
-    a plain step to observe it, in steps that it observes.
+    drafting. So over a long run at most the allowance is lost. It is smaller in steps that the drafter observes, if
+    that takes more than 1.5 % of a plain step.
 
     The credit is used up below 0. A loan lowers this limit for a time: when drafting resumes, the drafter first reads
     the unread tokens, and later steps repay the time. A loan ends with the first step that leaves the credit at 0 or
@@ -114,9 +114,8 @@ class TimeCredit:
         """
         if observing:
             self.observing_share = observing / max(plain_step_cost - observing, observing)
-            self._allowance = min(
-                max(MAX_SHARED_LOSS - self.observing_share, MIN_LOSS_ALLOWANCE), self._terms.allowance
-            )
+            shared = max(MAX_SHARED_LOSS - self.observing_share, MIN_LOSS_ALLOWANCE)
+            self._allowance = min(shared, self._terms.allowance)
         if not self.plain_step_cost:  # the first step
             self.seconds = self._terms.initial_steps * plain_step_cost
         self.plain_step_cost = plain_step_cost

@@ -1,8 +1,8 @@
 """Runs of plain steps that measure the cost of plain decoding while requests draft.
 
 The first plain steps after drafts are slower than plain decoding is, by up to a half on small models: caches hold what
-drafts need. The excess falls by about a fifth per step. Only the later steps of a run count: from the tenth on if drafts
-are predicted to gain little, so that a tenth of a step decides, and earlier if they gain more.
+drafts need. The excess falls by about a fifth per step. Only the later steps of a run count: those after the tenth if
+drafts are predicted to gain little, so that a tenth of a step decides, and earlier ones if they gain more.
 
 The first steps of an engine are slower too, and plain steps are measured before drafts. Drafts would seem to save more
 than they do. So the first run comes early and is longer. At a larger load the times of plain steps are those of passes

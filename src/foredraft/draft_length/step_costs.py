@@ -10,9 +10,9 @@ from foredraft.draft_length.planner import Planner
 from foredraft.draft_length.policy import StepReport
 
 SLOWDOWN_SMOOTHING = 0.2  # weight of the newest step in the slowdown of the machine
-MAX_RATIO = 1.25  # measured over predicted time of a pass, for these two; one that the system delayed counts no more
-MAX_CLIPPED_RATIO = 1.5  # measured over predicted seconds of a step that changes no cost
 PLAIN_COST_SMOOTHING = 0.25  # weight of the newest plain step in the ratio of measured to predicted cost
+MAX_RATIO = 1.25  # measured over predicted time of a pass in either; a step that the system delayed counts no more
+MAX_CLIPPED_RATIO = 1.5  # measured over predicted seconds of a step that changes no cost
 
 
 class StepCosts:
