@@ -20,7 +20,7 @@ MAX_LOAN_STEPS = MAX_CREDIT_STEPS / 2  # upper limit on a loan, in plain steps
 
 @dataclass(frozen=True)
 class CreditTerms:
-    """What may be lost.
+    """Limits on the time that drafting may lose.
 
     Attributes:
         allowance: share of the time: for probes, and for drafts that do not pay.
@@ -47,7 +47,7 @@ class TimeCredit:
     above.
 
     Args:
-        terms: what may be lost.
+        terms: limits on the lost time.
 
     Attributes:
         seconds: the credit; negative if drafting has lost more than the credit held.

@@ -57,7 +57,7 @@ class StepObserver:
         curve: time of a forward pass of the target by its number of tokens; None = learned from steps.
         draft_cost: time of a draft; None = learned from steps.
         num_transition_steps: plain steps after drafts whose times change no cost.
-        terms: what may be lost.
+        terms: limits on the lost time.
 
     Attributes:
         step: number of finished steps.

@@ -74,7 +74,7 @@ class StepTimes:
     Args:
         costs: costs of steps.
         num_transition_steps: plain steps after drafts, or at the start, whose times change no cost.
-        terms: what may be lost.
+        terms: limits on the lost time.
 
     Attributes:
         num_transition_steps: the same for the following steps; runs of plain steps differ (`plain_run.py`).

@@ -17,6 +17,7 @@ from foredraft.drafters.suffix.automaton import (
     SuffixMatch,
 )
 from foredraft.kernels.cpu.library import load_library
+from foredraft.kernels.cpu.records import SuffixChainRecord
 
 STATE_MASK = (1 << 32) - 1  # the low half of a packed match is its state; all supported processors are little-endian
 
@@ -42,7 +43,7 @@ class NativeAutomaton:
     """Automaton of suffix.c, about 60 to 80 bytes per token. Raises MemoryError without memory."""
 
     def __init__(self) -> None:
-        self._handle = _load_handle()
+        self._handle = load_handle()
         self.address: int = self._handle.fd_suffix_new() or 0
         if not self.address:
             raise MemoryError("no memory for a suffix automaton")
@@ -74,13 +75,13 @@ class NativeAutomaton:
     @staticmethod
     def advance(matches: Sequence[SuffixMatch], tokens: Sequence[int]) -> list[SuffixMatch]:
         raw, ids = pack_matches(matches), array("i", tokens)
-        _load_handle().fd_suffix_advance(raw.buffer_info()[0], len(matches), ids.buffer_info()[0], len(ids))
+        load_handle().fd_suffix_advance(raw.buffer_info()[0], len(matches), ids.buffer_info()[0], len(ids))
         return [SuffixMatch(place[0], at & STATE_MASK, at >> 32) for place, at in zip(matches, raw[1::2], strict=True)]
 
     @staticmethod
     def predict(matches: Sequence[SuffixMatch], discount_table: "array[float]") -> Continuations:
         raw, tokens, chances = pack_matches(matches), (c_int32 * MAX_CONTINUATIONS)(), (c_double * MAX_CONTINUATIONS)()
-        size = _load_handle().fd_suffix_predict(
+        size = load_handle().fd_suffix_predict(
             raw.buffer_info()[0], len(matches), discount_table.buffer_info()[0], tokens, chances
         )
         return Continuations(tokens[:size], chances[:size])
@@ -102,7 +103,7 @@ class NativeAutomaton:
             spec.width,
             len(ends),
         )
-        size = _load_handle().fd_suffix_draft(raw.buffer_info()[0], len(matches), given, tokens, parents, chances)
+        size = load_handle().fd_suffix_draft(raw.buffer_info()[0], len(matches), given, tokens, parents, chances)
         if size < 0:
             raise MemoryError("no memory for a draft")
         return RankedDraft(tokens[:size], parents[:size], chances[:size])
@@ -114,7 +115,8 @@ def get_automaton_class() -> type[SuffixAutomaton]:
 
 
 @cache
-def _load_handle() -> ctypes.CDLL:
+def load_handle() -> ctypes.CDLL:
+    """Return the native library with the types of its suffix functions declared."""
     library = load_library()
     assert library is not None, "the native automaton needs the native library"
     handle = library.handle
@@ -130,6 +132,7 @@ def _load_handle() -> ctypes.CDLL:
     handle.fd_suffix_advance.argtypes = [c_void_p, c_int32, c_void_p, c_int64]
     handle.fd_suffix_advance.restype = None
     handle.fd_suffix_predict.argtypes = [c_void_p, c_int32, c_void_p, c_void_p, c_void_p]
+    handle.fd_draft_suffix.argtypes = [POINTER(SuffixChainRecord)]
     handle.fd_suffix_draft.argtypes = [c_void_p, c_int32, POINTER(_RankedDraftRecord), c_void_p, c_void_p, c_void_p]
     return handle
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from foredraft.drafters.suffix.automaton import SuffixMatch
-from foredraft.drafters.suffix.native_automaton import pack_matches
-from foredraft.kernels.cpu.library import NativeLibrary, load_library
+from foredraft.drafters.suffix.native_automaton import load_handle, pack_matches
+from foredraft.kernels.cpu.library import load_library
 from foredraft.kernels.cpu.records import SuffixChainRecord
 from foredraft.models.native.draft_plans import DraftPlan, PackedDrafts
 
@@ -27,7 +27,6 @@ class SampledChain:
 class NativeChainSampler:
     """Sampler of chains over V tokens (suffix_chain.h)."""
 
-    library: NativeLibrary
     vocab_size: int
     discount_table: "array[float]"
 
@@ -57,7 +56,7 @@ class NativeChainSampler:
             min_confidence,
             len(matches),
         )
-        found = packed.read(self.library.handle.fd_draft_suffix(record))
+        found = packed.read(load_handle().fd_draft_suffix(record))
         if found is None:
             return None
         (tokens,) = found.tokens
@@ -66,5 +65,4 @@ class NativeChainSampler:
 
 def create_chain_sampler(vocab_size: int, discount_table: "array[float]") -> NativeChainSampler | None:
     """Make the sampler; None without the native library."""
-    library = load_library()
-    return None if library is None else NativeChainSampler(library, vocab_size, discount_table)
+    return None if load_library() is None else NativeChainSampler(vocab_size, discount_table)

@@ -31,7 +31,6 @@ from foredraft.kernels.cpu.records import (
     StepNetworkRecord,
     StepPassRecord,
     StepRootsRecord,
-    SuffixChainRecord,
     TuningRecord,
     WeightRecord,
 )
@@ -200,8 +199,6 @@ def _declare_functions(handle: ctypes.CDLL) -> None:
     handle.fd_step_chain_scratch.restype = c_int64
     handle.fd_draft_steps.argtypes = [POINTER(StepNetworkRecord), POINTER(DraftsRecord), POINTER(StepRootsRecord)]
     handle.fd_draft_steps.restype = c_int
-    handle.fd_draft_suffix.argtypes = [POINTER(SuffixChainRecord)]
-    handle.fd_draft_suffix.restype = c_int
     handle.fd_sum_masses.argtypes = [c_void_p, c_int, c_int64]
     handle.fd_sum_masses.restype = c_double
     handle.fd_divide_masses.argtypes = [c_void_p, c_int, c_int64, c_double, c_void_p]
