@@ -27,7 +27,7 @@ class CreditTerms:
         initial_steps: credit at the start, in plain steps.
     """
 
-    allowance: float = 0.005
+    allowance: float = 0.01
     initial_steps: float = 10.0
 
 
@@ -40,7 +40,7 @@ class TimeCredit:
     A step with drafts adds the time that it saves against plain decoding, or subtracts the time that it loses. Every
     recorded step adds the allowance of its predicted time without drafts. If the credit is used up, the policy pauses
     drafting. So over a long run at most the allowance is lost. It is smaller in steps that the drafter observes, if
-    that takes more than 1.5 % of a plain step.
+    that takes more than 1 % of a plain step.
 
     The credit is used up below 0. A loan lowers this limit for a time: when drafting resumes, the drafter first reads
     the unread tokens, and later steps repay the time. A loan ends with the first step that leaves the credit at 0 or

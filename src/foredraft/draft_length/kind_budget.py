@@ -11,8 +11,8 @@ from foredraft.draft_length.policy import DecisionReason, DraftCandidate, Length
 PLAIN_STEP_INTERVAL = 256  # steps with drafts between two plain steps, which measure the cost of plain decoding
 # the same, while the credit may soon pause drafting: a cost that is extrapolated from drafts alone can be far off
 SHORT_PLAIN_INTERVAL = 8
-# No plan limits what an ensemble drafts, so the credit alone has to let it try again.
-TERMS = CreditTerms(allowance=0.01, initial_steps=14.0)
+# Without a plan the credit alone decides how long drafts are tried at the start.
+TERMS = CreditTerms(initial_steps=14.0)
 MAX_INITIAL_LOSS_STEPS = 12.0  # time, in plain steps, that may be lost before drafting is paused for the first time
 MIN_RESUME_CREDIT = 2.0  # time credit, in plain steps, that ends the first pause
 MAX_RESUME_CREDIT = 8.0  # upper limit in plain steps: the credit that ends a pause doubles with every further pause
