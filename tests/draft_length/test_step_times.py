@@ -6,6 +6,7 @@ The first drafts after a pause are slower too, which is their price and not the 
 import pytest
 
 from foredraft.draft_length.costs import CostCurve, DraftCost
+from foredraft.draft_length.online_regression import OUTLIER_SHARE
 from foredraft.draft_length.plain_run import MIN_TRANSITION_STEPS
 from foredraft.draft_length.policy import DraftOutcome, StepReport
 from foredraft.draft_length.step_costs import MAX_RATIO, PLAIN_COST_SMOOTHING, SLOWDOWN_SMOOTHING, StepCosts
@@ -71,6 +72,7 @@ def test_one_delayed_step_moves_the_price_of_plain_steps_and_the_slowness_a_litt
         costs.record(make_plain(1.0).report, 0, 0, 0, 0)
     ratio, slowdown = costs.planner.plain_cost_ratio, costs.slowdown
     costs.record(make_plain(30.0).report, 0, 0, 0, 0)
+    assert MAX_RATIO < 1.0 + OUTLIER_SHARE, "otherwise the clipping of outliers is the bound"
     assert ratio < costs.planner.plain_cost_ratio <= ratio + PLAIN_COST_SMOOTHING * (MAX_RATIO - ratio) + 1e-9
     assert slowdown < costs.slowdown <= slowdown * (1.0 + SLOWDOWN_SMOOTHING * (MAX_RATIO - 1.0)) + 1e-9
 
