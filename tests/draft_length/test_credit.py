@@ -83,3 +83,16 @@ def test_terms_set_the_credit_at_the_start_and_the_allowance() -> None:
     credit = TimeCredit(CreditTerms(allowance=0.1, initial_steps=3.0))
     credit.record_step(2.0, 2.0)
     assert credit.seconds == pytest.approx(3.0 * 2.0 + 0.1 * 2.0)
+
+
+def test_the_gain_is_the_time_that_recent_steps_saved_as_a_share_of_theirs() -> None:
+    credit = TimeCredit()
+    assert credit.gain == 0.0
+    for _ in range(300):
+        credit.record_step(1.0, 1.0, step_seconds=2.0, saved_later=2.0)  # three plain steps in the time of two
+    assert credit.gain == pytest.approx(0.5)
+    credit.record_step(1.0, 1.0)  # a plain step shows nothing of drafts
+    assert credit.gain == pytest.approx(0.5)
+    for _ in range(300):
+        credit.record_step(1.0, 1.0, step_seconds=2.0)
+    assert credit.gain == pytest.approx(-0.5, abs=1e-3)

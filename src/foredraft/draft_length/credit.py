@@ -16,6 +16,7 @@ AMPLE_CREDIT_STEPS = MAX_CREDIT_STEPS / 2  # credit, in plain steps, from which 
 NEW_LOAD_STEPS = 8.0  # credit, in plain steps, that is kept at a load twice as large or larger
 MIN_AVAILABLE_STEPS = 2.0  # plain steps of credit that always count as available, so that short drafts stay possible
 MAX_LOAN_STEPS = MAX_CREDIT_STEPS / 2  # upper limit on a loan, in plain steps
+GAIN_WINDOW = 32.0  # steps with drafts over which the gain is averaged
 
 
 @dataclass(frozen=True)
@@ -63,10 +64,16 @@ class TimeCredit:
         self._allowance = terms.allowance
         self._floor = 0.0  # the credit is used up below this: minus the seconds of the loan; 0 = no loan
         self._max_step_cost = 0.0  # seconds of the costliest recent step with drafts
+        self._recent_saved = self._recent_seconds = 0.0  # of steps with drafts
 
     @property
     def is_used_up(self) -> bool:
         return self.seconds < self._floor
+
+    @property
+    def gain(self) -> float:
+        """Time that recent steps with drafts saved, as a share of their time; 0 before the first."""
+        return self._recent_saved / self._recent_seconds if self._recent_seconds > 0.0 else 0.0
 
     @property
     def available(self) -> float:
@@ -122,7 +129,10 @@ class TimeCredit:
         self.seconds += (self._allowance if is_observed else self._terms.allowance) * cost_without_drafts
         self._max_step_cost *= MAX_COST_DECAY
         if step_seconds is not None:
-            self.seconds += cost_without_drafts + saved_later - step_seconds
+            saved, fade = cost_without_drafts + saved_later - step_seconds, 1.0 - 1.0 / GAIN_WINDOW
+            self.seconds += saved
+            self._recent_saved = fade * self._recent_saved + saved
+            self._recent_seconds = fade * self._recent_seconds + step_seconds
             self._max_step_cost = max(self._max_step_cost, step_seconds)
         self.seconds = min(self.seconds, MAX_CREDIT_STEPS * max(plain_step_cost, self._max_step_cost))
         if self.seconds >= 0.0:

@@ -5,15 +5,13 @@ from collections.abc import Sequence
 
 from foredraft.draft_length.costs import CostCurve
 from foredraft.draft_length.credit import CreditTerms
+from foredraft.draft_length.intervals import compute_plain_interval
 from foredraft.draft_length.observer import StepObserver
+from foredraft.draft_length.plain_run import PlainRun, count_run_steps
 from foredraft.draft_length.policy import DecisionReason, DraftCandidate, LengthDecision, StepReport
 
-PLAIN_STEP_INTERVAL = 256  # steps with drafts between two plain steps, which measure the cost of plain decoding
-# the same, while the credit may soon pause drafting: a cost that is extrapolated from drafts alone can be far off
-SHORT_PLAIN_INTERVAL = 8
 # Without a plan the credit alone decides how long drafts are tried at the start.
-TERMS = CreditTerms(initial_steps=14.0)
-MAX_INITIAL_LOSS_STEPS = 12.0  # time, in plain steps, that may be lost before drafting is paused for the first time
+TERMS = CreditTerms(initial_steps=24.0)
 MIN_RESUME_CREDIT = 2.0  # time credit, in plain steps, that ends the first pause
 MAX_RESUME_CREDIT = 8.0  # upper limit in plain steps: the credit that ends a pause doubles with every further pause
 
@@ -30,9 +28,9 @@ class KindBudget:
     """
 
     def __init__(self, curve: CostCurve | None = None) -> None:
-        # Every plain step counts, the first ones too: without a plan nothing else limits what is lost at the start.
-        self._observer = StepObserver(curve, None, num_transition_steps=0, terms=TERMS)
+        self._observer = StepObserver(curve, None, terms=TERMS)
         self._observer.end_warmup()  # there is no plan, so no costs have to be measured first
+        self._plain_run = PlainRun()
         self._is_paused, self._resume_credit = False, 0.0
         self.decision = LengthDecision("start")
         self.counts: Counter[DecisionReason] = Counter()
@@ -42,19 +40,20 @@ class KindBudget:
         """Whether drafting has been paused for a while."""
         return self._observer.is_resting
 
-    def allocate(self, candidates: Sequence[DraftCandidate]) -> list[int]:
-        """Grant `max_nodes` to every candidate, or `min_nodes` if drafting is paused or a plain step is due."""
+    def allocate(self, candidates: Sequence[DraftCandidate], num_pass_tokens: int) -> list[int]:
+        """Grant `max_nodes` to every candidate, or `min_nodes` if drafting is paused or plain decoding is measured.
+
+        Args:
+            candidates: requests that may draft.
+            num_pass_tokens: tokens of the forward pass without drafts.
+        """
         self._observer.begin_step(len(candidates), any(c.min_nodes for c in candidates))
         self._observer.register(candidates)
+        if self._plain_run.adapt_to_load(len(candidates)):
+            self._observer.credit.limit_at_larger_load()
         self._update_pause()
         self._observer.is_drafting = not self._is_paused
-        reason: DecisionReason = (
-            "guard"
-            if self._is_paused
-            else "measure"
-            if self._is_plain_due() and not self._observer.has_fixed
-            else "pays"
-        )
+        reason = self._choose_reason(num_pass_tokens)
         granted = [c.max_nodes if reason == "pays" else c.min_nodes for c in candidates]
         self.decision = LengthDecision(reason, sum(granted), max(granted, default=0))
         self.counts[reason] += 1
@@ -69,17 +68,28 @@ class KindBudget:
         """Drop the state of these slots."""
         self._observer.forget(slots)
 
-    def _is_plain_due(self) -> bool:
-        credit = self._observer.credit
-        is_low = credit.seconds < MAX_RESUME_CREDIT * credit.plain_step_cost
-        return self._observer.steps_since_plain >= (SHORT_PLAIN_INTERVAL if is_low else PLAIN_STEP_INTERVAL)
+    def _choose_reason(self, num_pass_tokens: int) -> DecisionReason:
+        """Return "guard" during a pause, "measure" in a run of plain steps, and "pays" for drafts."""
+        observer = self._observer
+        if self._is_paused:
+            return "guard"
+        if observer.has_fixed:
+            return "pays"
+        gain, num_requests = observer.credit.gain, observer.num_requests
+        confidence = observer.costs.curve.get_confidence(num_requests)
+        interval = compute_plain_interval(gain, count_run_steps(gain), confidence)
+        is_typical = num_pass_tokens == num_requests
+        if not self._plain_run.take_step(observer.steps_since_plain, interval, gain, is_typical):
+            return "pays"
+        observer.begin_plain_step(self._plain_run.num_transition_steps)
+        return "measure"
 
     def _update_pause(self) -> None:
         """Pause drafting if the time credit is used up, and resume if it has grown to the resume credit."""
         credit, step_cost = self._observer.credit.seconds, self._observer.credit.plain_step_cost
         if self._is_paused:
             self._is_paused = credit <= self._resume_credit * step_cost
-        elif credit < (0.0 if self._resume_credit else -MAX_INITIAL_LOSS_STEPS * step_cost):
+        elif credit < 0.0:
             self._is_paused = True
             self._resume_credit = min(max(2 * self._resume_credit, MIN_RESUME_CREDIT), MAX_RESUME_CREDIT)
         elif credit > MAX_RESUME_CREDIT * step_cost:

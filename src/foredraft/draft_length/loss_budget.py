@@ -48,10 +48,10 @@ class LossBudgetPolicy:
     def allocate(
         self, candidates: Sequence[DraftCandidate], num_pass_tokens: int, attended_tokens: int = 0
     ) -> list[int]:
-        """Grant `max_nodes` to every candidate, or `min_nodes` if drafting is paused or a plain step is due."""
+        """Grant `max_nodes` to every candidate, or `min_nodes` if drafting is paused or plain decoding is measured."""
         if candidates:
             self._current = self._budgets[max(candidate.kind for candidate in candidates)]
-        return self._current.allocate(candidates)
+        return self._current.allocate(candidates, num_pass_tokens)
 
     def repeat_none(self, num_requests: int, kinds: Set[int]) -> bool:
         """Return False: a step without drafts earns credit, which every decision looks at."""

@@ -175,8 +175,8 @@ def test_a_draft_that_takes_time_is_made_only_if_it_is_selected(
     member = CountingNgram()
     ensemble = make_ensemble(mode, member, make_scripted([3, 4, 7]))
     batch = batch_of(TEXT, sampling=replace(GREEDY, temperature=temperature))
-    ensemble.selector.sampling_stats[0].num_uses = 9  # it is not due
-    ensemble.model_stats[1].num_uses = 0  # this one is
+    ensemble.selector.select_kind(is_sampled=temperature > 0)
+    ensemble.selector.costs.sampling_stats[0].num_uses = 9  # it is not due, and the other one is
     tree = ensemble.propose(batch)
     assert tree.tokens[0][1:4] == [3, 4, 7] or mode == "merge"
     assert bool(member.num_drafts) is is_made
@@ -187,12 +187,29 @@ def test_a_selected_draft_is_made_with_its_size_and_its_time_is_recorded() -> No
     ensemble = make_ensemble("auto", member)
     batch = batch_of(TEXT, sampling=replace(GREEDY, temperature=1.0))
     assert ensemble.propose(batch).tokens == [[2, 3, 4, 5]]
-    stats = ensemble.selector.sampling_stats[0]
+    stats = ensemble.selector.costs.sampling_stats[0]
     assert member.num_drafts == 1
     assert stats.cost.is_fitted
     assert list(stats.depth_by_nodes.values()) == [3.0]
     ensemble.observe(batch, Commit(([3],), ([0],), None))
     assert stats.num_uses == 1
+
+
+def test_greedy_and_sampled_steps_have_costs_of_their_own() -> None:
+    ensemble = make_ensemble("auto", ngram(), make_scripted([3, 4, 7]))
+    ensemble.propose(batch_of(TEXT))
+    greedy = ensemble.selector.costs
+    ensemble.propose(batch_of(TEXT, sampling=replace(GREEDY, temperature=1.0)))
+    assert ensemble.selector.costs is not greedy
+    ensemble.propose(batch_of(TEXT))
+    assert ensemble.selector.costs is greedy
+
+
+def test_the_time_of_an_extension_is_recorded() -> None:
+    ensemble = make_ensemble("sequence", ngram(), make_scripted([3]))
+    tree = ensemble.propose(batch_of(TEXT))
+    assert tree.tokens[0][:3] == [2, 3, 4]  # the second token is the other member's
+    assert ensemble.selector.costs.extension_cost.predict(2) == 1.0  # one tick of the clock
 
 
 def test_no_match_is_no_candidate() -> None:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from foredraft.drafters.ensemble.kind_costs import KindCosts
 from foredraft.drafters.ensemble.member_stats import MemberStats
 from foredraft.drafters.ensemble.members import EnsembleMember, is_draft_sampled, merge_drafts
 from foredraft.drafters.ensemble.node_maps import NodeMaps
@@ -48,9 +49,9 @@ class EnsembleDrafter:
     ) -> None:
         self.members, self.mode = list(members), mode
         self.specs = SpecUnion(self.members, mode, title)
-        self.model_stats = {i: MemberStats(i) for i, member in enumerate(members) if not member.is_token_only}
+        model_stats = [MemberStats(i) for i, member in enumerate(members) if not member.is_token_only]
         sampling_stats = {i: MemberStats(i) for i, member in enumerate(members) if member.samples_drafts}
-        self.selector = EnsembleSelector(list(self.model_stats.values()), mode, sampling_stats)
+        self.selector = EnsembleSelector(KindCosts(model_stats, sampling_stats), mode)
         self._timer = ProposalTimer(clock)
         self._use = RecentUse()
         self._node_maps = NodeMaps()
@@ -68,9 +69,10 @@ class EnsembleDrafter:
         self._node_maps.clear()
         self._records.clear()
         rows = batch.find_drafting()
+        self.selector.select_kind(any(not batch.requests[b].spec.sampling.is_greedy for b in rows))
         all_choices = {b: self._collect_choices(batch, b) for b in rows}
-        for index, stats in (*self.model_stats.items(), *self.selector.sampling_stats.items()):
-            stats.max_nodes = self.members[index].max_nodes
+        for stats in self.selector.costs.all_stats:
+            stats.max_nodes = self.members[stats.index].max_nodes
         self._selected, found = self.selector.select_members(list(all_choices.values()))
         plans = dict(zip(rows, found, strict=True))
         trees = [self._propose_with(batch, stats, n, all_choices, plans) for n, stats in enumerate(self._selected)]
@@ -121,7 +123,8 @@ class EnsembleDrafter:
                 self._node_maps.set(i, b, [0])  # until its draft is selected, no node is its own
             if candidate.draft is not None and not candidate.is_sampled:  # samples are recorded only if verified
                 candidate.past_index = step.add_draft(candidate.key, candidate.draft.tokens, candidate.draft.parents)
-        stale = tuple(i for i in self.model_stats if not self._use.is_fresh(i, request.slot))
+        model_indices = [stats.index for stats in self.selector.costs.model_stats]
+        stale = tuple(i for i in model_indices if not self._use.is_fresh(i, request.slot))
         return RequestChoices(request.slot, budget, candidates, not is_chain, is_draft_sampled(request), stale)
 
     def _propose_with(
@@ -161,12 +164,12 @@ class EnsembleDrafter:
         num_tokens = self._records.update_estimates(self.selector.estimates, batch, commit)
         for slot, record in self._records.by_slot.items():
             keys = {draft.key for draft in record.past_drafts}
-            for stats in self.model_stats.values():
+            for stats in self.selector.costs.model_stats:
                 if stats.key not in keys:
                     self.selector.estimates.fade_request(slot, stats.key)
         self.selector.record_selection([*self._selected, *self._composer.sampled])
         if max(batch.num_new_tokens) == 1:  # a pass with prompt chunks does not measure the cost of draft rows
-            self._timer.record(self.selector, num_tokens, now)
+            self._timer.record(self.selector.costs, num_tokens, now)
 
     def _make_member_view(self, index: int, batch: Batch, commit: Commit) -> Commit:
         """Return the commit as the member would see it alone: its own node indices, its own layers."""

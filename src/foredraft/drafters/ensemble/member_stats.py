@@ -48,6 +48,10 @@ class MemberStats:
         """Whether it must draft now: its estimates are not known yet, or it has not been tried for long."""
         return self.max_nodes > 0 and (self.num_uses < MIN_DRAFTS or self.num_idle_steps >= self.retry_interval)
 
+    def forget_use(self) -> None:
+        """Forget in which steps it drafted, as if it had never been tried; its costs are kept."""
+        self.num_uses, self.num_idle_steps, self.retry_interval = 0, 0, FIRST_RETRY_STEPS
+
     def record_use(self, is_used: bool) -> None:
         """Record whether it drafted in a step."""
         if not is_used:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from foredraft.drafters.ensemble.selector import EnsembleSelector
+from foredraft.drafters.ensemble.kind_costs import KindCosts
 
 
 @dataclass
@@ -21,7 +21,7 @@ class ProposalTimer:
     def end(self, num_rows: int) -> None:
         self.num_rows, self.ended = num_rows, self.clock()
 
-    def record(self, selector: EnsembleSelector, num_tokens: int, now: float) -> None:
+    def record(self, costs: KindCosts, num_tokens: int, now: float) -> None:
         """Record the time of the pass by its rows, and that of the step by its tokens."""
-        selector.pass_cost.update(self.num_rows, now - self.ended)
-        selector.record_step(num_tokens, now - self.started)
+        costs.pass_cost.update(self.num_rows, now - self.ended)
+        costs.record_step(num_tokens, now - self.started)

@@ -9,19 +9,19 @@ never on tokens sampled in this step. So rejection sampling stays lossless.
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from foredraft.drafters.draft import Draft
+from foredraft.drafters.ensemble.kind_costs import KindCosts
 from foredraft.drafters.ensemble.member_stats import MIN_DRAFTS, MemberStats
-from foredraft.drafters.ensemble.value import EstimateKey, LinearCost, ValueEstimates, estimate_gain
+from foredraft.drafters.ensemble.value import EstimateKey, ValueEstimates, estimate_gain
 
 SelectionMode = Literal["auto", "merge", "sequence"]
 SELECTION_MODES: tuple[SelectionMode, ...] = ("auto", "merge", "sequence")
 CATCH_UP_STEPS = 8.0  # steps that share the time in which a member reads the tokens that it has not read yet
 MIN_MERGE_NODES = 4  # smallest budget for which two drafts are merged
-RATE_WINDOW = 32.0  # steps over which the tokens per second are averaged
 
 
 @dataclass(slots=True)
@@ -68,33 +68,24 @@ class EnsembleSelector:
     """Selection of candidates and model members from acceptance and cost estimates.
 
     Args:
-        model_stats: costs of the model members.
+        costs: costs of the members and of the target's pass, for greedy requests at first.
         mode: see `ensemble.Config`.
-        sampling_stats: costs of the token members whose drafts may be samples, by their index. Default None = none.
+
+    Attributes:
+        costs: those of the current kind of requests, greedy or sampled.
+        estimates: acceptance rates.
     """
 
-    def __init__(
-        self,
-        model_stats: Sequence[MemberStats],
-        mode: SelectionMode,
-        sampling_stats: Mapping[int, MemberStats] | None = None,
-    ) -> None:
-        self.model_stats, self.mode = model_stats, mode
-        self.sampling_stats = dict(sampling_stats or {})
+    def __init__(self, costs: KindCosts, mode: SelectionMode) -> None:
+        self.costs, self.mode = costs, mode
         self.estimates = ValueEstimates()
-        self.pass_cost = LinearCost(is_proportional=False)  # seconds of the target's forward pass by rows
-        self._recent_tokens = self._recent_seconds = 0.0
+        self._costs_by_kind = {False: costs}  # key: sampled
 
-    @property
-    def tokens_per_second(self) -> float:
-        """Recent tokens per second; 0 before the first step."""
-        return self._recent_tokens / self._recent_seconds if self._recent_seconds > 0.0 else 0.0
-
-    def record_step(self, num_tokens: int, seconds: float) -> None:
-        """Record the tokens and seconds of a whole step."""
-        fade = 1.0 - 1.0 / RATE_WINDOW
-        self._recent_tokens = self._recent_tokens * fade + num_tokens
-        self._recent_seconds = self._recent_seconds * fade + seconds
+    def select_kind(self, is_sampled: bool) -> None:
+        """Switch to the costs of greedy or of sampled requests; the second kind starts from those of the first."""
+        if is_sampled not in self._costs_by_kind:
+            self._costs_by_kind[is_sampled] = self.costs.copy_costs()
+        self.costs = self._costs_by_kind[is_sampled]
 
     def select_candidate(self, choices: RequestChoices) -> RequestDraftPlan:
         """Select the candidate of largest value; none if no candidate pays for its rows."""
@@ -110,8 +101,8 @@ class EnsembleSelector:
         """Estimate the value of a candidate. If it is not made yet, its size is chosen first; inf if it is due."""
         if candidate.draft is not None:
             return estimate_gain(candidate.rates, candidate.depth) - self._convert_rows_to_tokens(candidate.size)
-        stats = self.sampling_stats[candidate.members[0]]
-        marginal_tokens = self.tokens_per_second * (self.pass_cost.slope + stats.cost.slope)
+        stats = self.costs.sampling_stats[candidate.members[0]]
+        marginal_tokens = self.costs.tokens_per_second * (self.costs.pass_cost.slope + stats.cost.slope)
         candidate.size = self._choose_num_nodes(stats, candidate.rates, min(budget, stats.max_nodes), marginal_tokens)
         candidate.depth = stats.estimate_depth(candidate.size)
         if stats.is_due:
@@ -119,7 +110,7 @@ class EnsembleSelector:
         return (
             estimate_gain(candidate.rates, candidate.depth)
             - self._convert_rows_to_tokens(candidate.depth)
-            - self.tokens_per_second * stats.cost.predict(candidate.depth)
+            - self.costs.tokens_per_second * stats.cost.predict(candidate.depth)
         )
 
     def select_members(self, all_choices: Sequence[RequestChoices]) -> tuple[list[MemberStats], list[RequestDraftPlan]]:
@@ -131,8 +122,10 @@ class EnsembleSelector:
         if self.mode == "merge":
             return self._plan_merge(all_choices, plans)
         selected, best_gain, best = None, 0.0, plans
-        for stats in self.model_stats:
-            marginal_tokens = self.tokens_per_second * (self.pass_cost.slope + stats.cost.slope / len(all_choices))
+        tokens_per_second = self.costs.tokens_per_second
+        for stats in self.costs.model_stats:
+            row_seconds = self.costs.pass_cost.slope + stats.cost.slope / len(all_choices)
+            marginal_tokens = tokens_per_second * row_seconds
             others = [
                 self._plan_with_member(choices, stats, plan, marginal_tokens)
                 for choices, plan in zip(all_choices, plans, strict=True)
@@ -152,7 +145,7 @@ class EnsembleSelector:
                 for choices, plan in zip(all_choices, member_plans, strict=True)
             )
             seconds = stats.cost.predict(deepest) + (stats.catch_up_seconds / CATCH_UP_STEPS if is_stale else 0.0)
-            gain = sum([value_gain for value_gain in gains if value_gain > 0.0]) - self.tokens_per_second * seconds
+            gain = sum([value_gain for value_gain in gains if value_gain > 0.0]) - tokens_per_second * seconds
             if deepest and gain > best_gain:
                 selected, best_gain, best = stats, gain, member_plans
         return ([], plans) if selected is None else ([selected], best)
@@ -165,9 +158,8 @@ class EnsembleSelector:
         Shares are rounded up, and what does not fit is left out of the merged tree. Those of sampled drafts add up to
         the budget at most, since no sample may be left out. What equal samples leave free is for deterministic drafts.
         """
-        all_stats = sorted(
-            [stats for stats in self.model_stats if stats.max_nodes], key=self._estimate_overall_value, reverse=True
-        )
+        usable = [stats for stats in self.costs.model_stats if stats.max_nodes]
+        all_stats = sorted(usable, key=self._estimate_overall_value, reverse=True)
         if not all_stats:
             return [], list(plans)
         merged_plans = []
@@ -190,27 +182,44 @@ class EnsembleSelector:
         depth = stats.estimate_depth(stats.max_nodes)
         return estimate_gain(
             self.estimates.estimate_rates(-1, stats.key), depth
-        ) - self.tokens_per_second * stats.cost.predict(depth)
+        ) - self.costs.tokens_per_second * stats.cost.predict(depth)
 
-    def should_extend(self, slot: int, key: EstimateKey, reach_probability: float, num_tokens: int) -> bool:
-        """Return whether an extension of `num_tokens` nodes pays for its rows.
+    def should_try_extension(self, slot: int, key: EstimateKey, reach_probability: float) -> bool:
+        """Return whether a member should extend a draft: one more node pays for its row and for the member's time.
 
-        `reach_probability`: probability that its parent is accepted.
+        Args:
+            slot: slot of the request.
+            key: estimate of the member's extensions.
+            reach_probability: probability that the node which is extended is accepted.
+        """
+        seconds = self.costs.extension_cost.predict(1)
+        return self.should_extend(slot, key, reach_probability, 1, self.costs.tokens_per_second * seconds)
+
+    def should_extend(
+        self, slot: int, key: EstimateKey, reach_probability: float, num_tokens: int, drafting_tokens: float = 0.0
+    ) -> bool:
+        """Return whether an extension pays for its rows.
+
+        Args:
+            slot: slot of the request.
+            key: estimate of the member's extensions.
+            reach_probability: probability that the node which is extended is accepted.
+            num_tokens: nodes of the extension.
+            drafting_tokens: tokens that could be made in the time in which it is drafted; 0 = it is drafted already.
         """
         if self.estimates.count_tries(slot, key) < MIN_DRAFTS:
             return True
-        return reach_probability * estimate_gain(
-            self.estimates.estimate_rates(slot, key), num_tokens
-        ) > self._convert_rows_to_tokens(num_tokens)
+        gain = reach_probability * estimate_gain(self.estimates.estimate_rates(slot, key), num_tokens)
+        return gain > self._convert_rows_to_tokens(num_tokens) + drafting_tokens
 
     def record_selection(self, selected: Collection[MemberStats]) -> None:
         """Record the members that drafted in a step, of those whose drafts take time."""
-        for stats in (*self.model_stats, *self.sampling_stats.values()):
+        for stats in self.costs.all_stats:
             stats.record_use(stats in selected)
 
     def _convert_rows_to_tokens(self, num_rows: float) -> float:
         """Convert rows of the target's pass to the tokens that could be made in their time."""
-        return self.tokens_per_second * self.pass_cost.slope * num_rows
+        return self.costs.tokens_per_second * self.costs.pass_cost.slope * num_rows
 
     def _plan_with_member(
         self, choices: RequestChoices, stats: MemberStats, plan: RequestDraftPlan, marginal_tokens: float

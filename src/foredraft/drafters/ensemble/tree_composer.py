@@ -137,7 +137,7 @@ class TreeComposer:
     def _make_draft(self, request: Request, candidate: CandidateDraft) -> Draft:
         """Make the draft of a selected candidate, and record its time."""
         index = candidate.members[0]
-        stats, started = self.selector.sampling_stats[index], self.clock()
+        stats, started = self.selector.costs.sampling_stats[index], self.clock()
         draft = self.members[index].make_draft(request, candidate.size)
         depth = compute_depth(draft.parents)
         stats.record_depth(candidate.size, depth)
@@ -178,12 +178,14 @@ class TreeComposer:
         reach = first * later ** (len(path) - 1)
         for i, member in enumerate(self.members):
             source, key = member.token_drafter, (("below", i), 0)
-            if source is None or not self.selector.should_extend(request.slot, key, reach, 1):
+            if source is None or not self.selector.should_try_extension(request.slot, key, reach):
                 continue
+            started = self.clock()
             draft = (
                 member.call_drafter("extend", request, partial(source.continue_draft, request, path, num_free))
                 or Draft()
             )
+            self.selector.costs.extension_cost.update(len(draft.tokens), self.clock() - started)
             if (
                 draft.tokens
                 and draft.q is None

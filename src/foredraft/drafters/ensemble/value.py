@@ -45,11 +45,24 @@ class DecayingCounter:
         self.first_tries, self.first_hits = self.first_tries * factor, self.first_hits * factor
         self.later_tries, self.later_hits = self.later_tries * factor, self.later_hits * factor
 
-    def estimate_rates(self, prior_first: float, prior_later: float, prior_strength: float) -> tuple[float, float]:
-        """Return the rates of first and later nodes, shrunk to a prior."""
+    def estimate_rates(
+        self, prior_first: float, prior_later: float, prior_strength: float, narrower: "DecayingCounter | None" = None
+    ) -> tuple[float, float]:
+        """Return the rates of first and later nodes, shrunk to a prior.
+
+        Args:
+            prior_first: prior of the rate of first nodes.
+            prior_later: the same for later nodes.
+            prior_strength: pseudo-observations of the prior.
+            narrower: counter of some of these observations, for which the result is a prior; they do not count here.
+        """
+        first_share = 1.0 if narrower is None else _compute_rest(self.first_tries, narrower.first_tries)
+        later_share = 1.0 if narrower is None else _compute_rest(self.later_tries, narrower.later_tries)
         return (
-            (self.first_hits + prior_strength * prior_first) / (self.first_tries + prior_strength),
-            (self.later_hits + prior_strength * prior_later) / (self.later_tries + prior_strength),
+            (first_share * self.first_hits + prior_strength * prior_first)
+            / (first_share * self.first_tries + prior_strength),
+            (later_share * self.later_hits + prior_strength * prior_later)
+            / (later_share * self.later_tries + prior_strength),
         )
 
 
@@ -93,9 +106,11 @@ class ValueEstimates:
             self._by_key.get((is_sampled_slot, key)),
             own.get(key),
         )
-        for counter, prior_strength in zip(counters, PRIOR_STRENGTHS, strict=True):
-            if counter is not None:
-                first, later = counter.estimate_rates(first, later, prior_strength)
+        known = [(c, strength) for c, strength in zip(counters, PRIOR_STRENGTHS, strict=True) if c is not None]
+        for i, (counter, prior_strength) in enumerate(known):
+            # The next counter has a part of this one's drafts. A draft counts once, or one failure would count thrice.
+            narrower = known[i + 1][0] if i + 1 < len(known) else None
+            first, later = counter.estimate_rates(first, later, prior_strength, narrower)
         return first, later
 
     def fade_request(self, slot: int, key: EstimateKey) -> None:
@@ -114,6 +129,11 @@ class ValueEstimates:
     def forget(self, slot: int) -> None:
         self._by_request.pop(slot, None)
         self._sampled_slots.discard(slot)
+
+
+def _compute_rest(num_tries: float, num_narrower: float) -> float:
+    """Return the share of the tries that a narrower counter does not have."""
+    return max(1.0 - num_narrower / num_tries, 0.0) if num_tries > 0.0 else 0.0
 
 
 def estimate_gain(rates: tuple[float, float], depth: float) -> float:
