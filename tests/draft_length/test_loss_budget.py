@@ -78,8 +78,9 @@ def test_slow_plain_steps_after_drafts_do_not_pass_for_plain_decoding(
             rising, draft=draft, accept=lambda step, request: chance, after=0.35, noise=0.1, outliers=0.002, seed=seed
         )
         lengths = make_policy(world) if is_curve_known else LossBudgetPolicy()
-        assert run(world, lengths, 3000).speed >= 0.96
-        assert lengths.is_resting
+        totals = run(world, lengths, 3000)
+        assert totals.speed >= 0.96
+        assert totals.budgets.count(0) > 0.9 * len(totals.budgets)
 
 
 def test_what_drafts_may_lose_at_first_is_the_credit_at_the_start() -> None:

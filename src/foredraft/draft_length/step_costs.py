@@ -10,6 +10,7 @@ from foredraft.draft_length.planner import Planner
 from foredraft.draft_length.policy import StepReport
 
 SLOWDOWN_SMOOTHING = 0.2  # weight of the newest step in the slowdown of the machine
+PAUSED_SLOWDOWN_SMOOTHING = 0.5  # the same for plain steps during a pause
 PLAIN_COST_SMOOTHING = 0.25  # weight of the newest plain step in the ratio of measured to predicted cost
 MAX_RATIO = 1.25  # measured over predicted time of a pass in either; a step that the system delayed counts no more
 MAX_CLIPPED_RATIO = 1.5  # measured over predicted seconds of a step that changes no cost
@@ -61,22 +62,31 @@ class StepCosts:
         """
         pass_size = report.num_requests, report.num_pass_tokens, report.num_logit_rows, report.attended_tokens
         predicted_pass, confidence = self.curve.predict(*pass_size), self.curve.get_confidence(report.num_pass_tokens)
+        raw_pass_seconds = max(report.step_time - report.draft_time, 0.0)
+        if not longest and not is_new:
+            # Nothing tells a slow machine from slow plain steps during a pause, and drafts are as slow if the machine
+            # is. So the slowdown takes the change first, and the curve learns what is left. Otherwise plain steps stay
+            # too costly beside drafts if the machine is fast again.
+            seconds, weight = raw_pass_seconds / self.slowdown, PAUSED_SLOWDOWN_SMOOTHING * confidence
+            self._update_slowdown(seconds, predicted_pass, weight)
         # Both calls of `update` return the measured seconds, clipped if they are an outlier.
-        pass_seconds = self.curve.update(*pass_size, max(report.step_time - report.draft_time, 0.0) / self.slowdown)
+        pass_seconds = self.curve.update(*pass_size, raw_pass_seconds / self.slowdown)
         draft_seconds = report.draft_time / self.slowdown
         if report.is_observed:  # other steps do not have the costs that a step with drafts has
             draft_seconds = self.draft_cost.update(
                 requests=len(report.outcomes), longest=longest, nodes=nodes, unread=unread, newcomers=newcomers,
                 seconds=draft_seconds, scale=pass_seconds,
             )  # fmt: skip
-        if predicted_pass > 0.0:
-            ratio = min(max(pass_seconds / predicted_pass, 1.0 / MAX_RATIO), MAX_RATIO)
-            # A size that is new shows its own price, not that of the machine.
-            if not is_new:
-                self.slowdown *= 1.0 + SLOWDOWN_SMOOTHING * confidence * (ratio - 1.0)
-            if not longest:
-                self.planner.plain_cost_ratio += PLAIN_COST_SMOOTHING * (ratio - self.planner.plain_cost_ratio)
+        if longest and not is_new:  # a size that is new shows its own price, not that of the machine
+            self._update_slowdown(pass_seconds, predicted_pass, SLOWDOWN_SMOOTHING * confidence)
+        if not longest and predicted_pass > 0.0 and report.num_pass_tokens == report.num_requests:  # without a prompt
+            ratio = _compute_ratio(pass_seconds, predicted_pass)
+            self.planner.plain_cost_ratio += PLAIN_COST_SMOOTHING * (ratio - self.planner.plain_cost_ratio)
         return pass_seconds + draft_seconds
+
+    def _update_slowdown(self, seconds: float, predicted: float, weight: float) -> None:
+        if predicted > 0.0:
+            self.slowdown *= 1.0 + weight * (_compute_ratio(seconds, predicted) - 1.0)
 
     def clip(self, report: StepReport, longest: int, nodes: int, unread: int, newcomers: int) -> float:
         """Return the seconds of a step that changes no cost, clipped if they are an outlier; arguments of `record`."""
@@ -128,3 +138,8 @@ class StepCosts:
             return cost_without_drafts, cost_without_drafts
         plain_pass_cost = curve.predict(count, count, count, context * count)
         return ratio * plain_pass_cost + observing, cost_without_drafts
+
+
+def _compute_ratio(seconds: float, predicted: float) -> float:
+    """Return measured over predicted seconds, within MAX_RATIO."""
+    return min(max(seconds / predicted, 1.0 / MAX_RATIO), MAX_RATIO)
