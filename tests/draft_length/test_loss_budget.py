@@ -80,7 +80,7 @@ def test_slow_plain_steps_after_drafts_do_not_pass_for_plain_decoding(
         lengths = make_policy(world) if is_curve_known else LossBudgetPolicy()
         totals = run(world, lengths, 3000)
         assert totals.speed >= 0.96
-        assert totals.budgets.count(0) > 0.9 * len(totals.budgets)
+        assert totals.budgets.count(0) > 0.75 * len(totals.budgets)
 
 
 def test_what_drafts_may_lose_at_first_is_the_credit_at_the_start() -> None:
