@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Sequence
 
+import pytest
+
 from foredraft.draft_length.costs import CostCurve
 from foredraft.draft_length.kind_budget import KindBudget
 from foredraft.draft_length.policy import DraftCandidate, DraftOutcome, StepReport
@@ -16,6 +18,7 @@ def run_steps(
     num_accepted: Callable[[int], int],
     num_requests: int = 1,
     plain_seconds: Callable[[int], float] = lambda since_drafts: 1.0,
+    observing_seconds: float = 0.0,
 ) -> list[str]:
     """Run steps in which all requests draft or none does, and return the reasons of the decisions.
 
@@ -26,6 +29,7 @@ def run_steps(
         num_accepted: step -> accepted nodes of every request.
         num_requests: requests of every step.
         plain_seconds: plain steps since the last draft, from 1 -> seconds of a plain step.
+        observing_seconds: seconds that the drafter takes in a step without drafts.
     """
     reasons, since_drafts = [], 0
     for step in range(num_steps):
@@ -33,7 +37,9 @@ def run_steps(
         reasons.append(str(budget.decision.reason))
         since_drafts = 0 if any(granted) else since_drafts + 1
         seconds = draft_step_seconds if any(granted) else plain_seconds(since_drafts)
-        budget.record_step(build_report(granted, seconds, num_accepted(step)))
+        observing = observing_seconds if budget.needs_observation and not any(granted) else 0.0
+        report = build_report(granted, seconds + observing, num_accepted(step))
+        budget.record_step(report._replace(draft_time=observing, is_observed=budget.needs_observation))
     return reasons
 
 
@@ -77,3 +83,16 @@ def test_a_larger_load_begins_with_plain_steps_and_little_credit() -> None:
     reasons = run_steps(budget, 100, 2.0, lambda step: 0, num_requests=8)
     assert reasons[0] == "measure"
     assert reasons.count("pays") <= 12  # of the credit at the load before, 24 would be left
+
+
+@pytest.mark.parametrize(("observing_seconds", "can_miss"), [(0.005, False), (0.05, True)])
+def test_a_drafter_at_rest_observes_no_step_if_that_takes_long(observing_seconds: float, can_miss: bool) -> None:
+    """Fault: an ensemble at rest observed every step, which takes 3 to 5 % of plain decoding with `eagle3`."""
+    budget = make_budget(4.0)
+    run_steps(budget, 40, 4.0, lambda step: 0, observing_seconds=observing_seconds)
+    assert budget.decision.reason == "guard"
+    assert budget.needs_observation
+    run_steps(budget, 100, 4.0, lambda step: 0, observing_seconds=observing_seconds)
+    assert budget.needs_observation is not can_miss
+    reasons = run_steps(budget, 400, 4.0, lambda step: 0, observing_seconds=observing_seconds)
+    assert "pays" in reasons  # the income is 1 %; it would be 0.25 % if steps of 0.05 seconds were observed

@@ -70,6 +70,8 @@ def test_a_gap_changes_no_text_and_ends_or_pauses_drafts(name: str) -> None:
         assert all(policy.is_ready)
         return
     assert is_open == [step not in GAP for step in range(GAP.stop)]
+    if llm.engine.drafter.spec.decides_length:
+        return  # an ensemble, whose token members draft without states
     assert count_drafted(policy.reports[: GAP.start]) > 0
     in_gap, later = policy.reports[GAP.start + 1 : GAP.stop], policy.reports[GAP.stop + 1 :]
     assert count_drafted(in_gap) == 0

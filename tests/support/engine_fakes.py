@@ -12,7 +12,7 @@ from foredraft.drafters.draft import Draft, to_token_tree
 from foredraft.drafters.draft_model.drafter import DraftModel
 from foredraft.drafters.interface import Drafter
 from foredraft.drafters.method import DrafterContext
-from foredraft.drafters.spec import DrafterSpec
+from foredraft.drafters.spec import DrafterSpec, MissedStates
 from foredraft.engine.engine import Engine
 from foredraft.engine.scheduler import SchedulerLimits
 from foredraft.engine.transcript import Transcript
@@ -142,12 +142,14 @@ class ScriptedDrafter:
     needs_target_argmax: bool = False
     reads_commits: bool = True
     reads_plain_commits: bool = True
+    missed_states: MissedStates = "forbidden"
 
     @property
     def spec(self) -> DrafterSpec:
         return DrafterSpec(
             self.max_nodes, self.hidden_layers, self.needs_target_argmax,
             reads_commits=self.reads_commits, reads_plain_commits=self.reads_plain_commits,
+            missed_states=self.missed_states,
         )  # fmt: skip
 
     def propose(self, batch: Batch) -> TokenTree:

@@ -31,7 +31,6 @@ RESUMPTION_GAIN = 0.02  # a predicted gain above this resumes it: estimates are 
 MAX_PAYBACK_STEPS = 100  # drafting resumes only if the gain of this many steps repays the time to catch up
 MAX_WARMUP_REQUESTS = 2  # requests that draft during warm-up
 MIN_READY_SHARE = 0.75  # of the requests: drafting resumes only if this many can draft
-MAX_OBSERVING_SHARE = 0.01  # of a plain step: a drafter at rest that takes more to observe it does so for probes alone
 LONG_DRAFT_INTERVAL = 32  # one in this many steps has drafts 1.5 times as long as planned, to measure longer ones
 
 
@@ -83,7 +82,7 @@ class AdaptiveLengthPolicy:
     @property
     def needs_observation(self) -> bool:
         """Whether the drafter observes the current step. At rest it observes for probes, if observing takes long."""
-        if not self.is_resting or self.observer.credit.observing_share <= MAX_OBSERVING_SHARE:
+        if not self.observer.can_miss_steps:
             return True
         return self._plan.plan.speedup > 1.0 + RESUMPTION_GAIN or self._probes.is_due(self.observer.step)
 

@@ -40,6 +40,11 @@ class KindBudget:
         """Whether drafting has been paused for a while."""
         return self._observer.is_resting
 
+    @property
+    def needs_observation(self) -> bool:
+        """Whether the drafter observes the current step; see `DraftLengthPolicy.needs_observation`."""
+        return not self._observer.can_miss_steps
+
     def allocate(self, candidates: Sequence[DraftCandidate], num_pass_tokens: int) -> list[int]:
         """Grant `max_nodes` to every candidate, or `min_nodes` if drafting is paused or plain decoding is measured.
 

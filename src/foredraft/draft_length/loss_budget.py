@@ -42,8 +42,8 @@ class LossBudgetPolicy:
 
     @property
     def needs_observation(self) -> bool:
-        """True: the members of an ensemble read every step."""
-        return True
+        """Whether the drafter observes the current step. At rest it observes none, if observing takes long."""
+        return self._current.needs_observation
 
     def allocate(
         self, candidates: Sequence[DraftCandidate], num_pass_tokens: int, attended_tokens: int = 0

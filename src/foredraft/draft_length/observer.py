@@ -24,6 +24,7 @@ FEW_REQUESTS, FEW_PLAIN_STEPS = 2, 4
 # the prompt.
 MIN_WARMUP_STEPS = 4
 RESTING_STEPS = 64  # steps of a pause after which drafting rests
+MAX_OBSERVING_SHARE = 0.01  # of a plain step: a drafter at rest that takes more to observe it misses steps
 # Reports in a row that may be skipped (`_skip`): while drafting is paused, and while no request can draft.
 MAX_PAUSED_STEPS, MAX_IDLE_STEPS = 15, 127
 MAX_WAITING = 16  # reports that wait at most
@@ -112,6 +113,11 @@ class StepObserver:
     def is_resting(self) -> bool:
         """Whether drafting has been paused for RESTING_STEPS. A change in between would make this state worthless."""
         return not self.is_drafting and self.step - self._drafted_until >= RESTING_STEPS
+
+    @property
+    def can_miss_steps(self) -> bool:
+        """Whether drafting rests, and observing a step takes more than MAX_OBSERVING_SHARE of a plain step."""
+        return self.is_resting and self.credit.observing_share > MAX_OBSERVING_SHARE
 
     @property
     def num_requests(self) -> int:

@@ -28,6 +28,7 @@ from foredraft.drafters.interface import NO_DRAFT, Drafter
 from foredraft.drafters.method import DrafterContext
 from foredraft.drafters.ngram.drafter import Config as NgramConfig
 from foredraft.drafters.ngram.drafter import NgramDrafter
+from foredraft.drafters.spec import MissedStates
 from foredraft.engine.sandbox import SandboxedDrafter
 from foredraft.engine.tree_validation import find_tree_fault
 from foredraft.kv.draft_kv import DraftKV
@@ -279,6 +280,35 @@ def test_boundaries_are_asked_for_once_and_given_to_whom_they_belong() -> None:
     features = torch.arange(12.0).view(1, 2, 6)
     assert select_columns(features, [1, 2], 3).data_ptr() == features[..., 2:].data_ptr()
     assert torch.equal(select_columns(features, [2, 0], 3), torch.cat([features[..., 4:], features[..., :2]], -1))
+
+
+@pytest.mark.parametrize(
+    ("kinds", "mode", "expected"),
+    [
+        (("pause", "pause"), "auto", "pause"),
+        (("pause", "end"), "auto", "end"),
+        (("end", "forbidden"), "sequence", "forbidden"),
+        (("end", "end"), "merge", "forbidden"),  # a plan would not draft with the token members either
+    ],
+)
+def test_what_missed_states_do_is_the_strictest_of_the_members(
+    kinds: Sequence[MissedStates], mode: SelectionMode, expected: str
+) -> None:
+    heads = [make_scripted([3], hidden_layers=(1,), missed_states=kind) for kind in kinds]
+    assert make_ensemble(mode, ngram(), *heads).spec.missed_states == expected
+    assert make_ensemble(mode, ngram(), make_scripted([3])).spec.missed_states == "forbidden"
+
+
+def test_a_head_that_misses_states_of_a_request_is_not_called_for_it() -> None:
+    head = make_scripted([3, 4, 7], hidden_layers=(1,), missed_states="pause")
+    ensemble = make_ensemble("sequence", ngram(), head)
+    batch = batch_of(TEXT, TEXT)
+    batch.requests[0].lacks_states = True
+    tree = ensemble.propose(batch)
+    assert tree.tokens == [[2, 3, 4, 5], [2, 3, 4, 7]]  # the other member's draft, and the head's
+    batch.requests[1].lacks_states = True
+    assert ensemble.propose(batch).tokens == [[2, 3, 4, 5], [2, 3, 4, 5]]
+    assert head.num_proposed == 1
 
 
 def test_a_path_in_anothers_numbers() -> None:

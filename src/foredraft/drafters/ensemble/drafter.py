@@ -125,7 +125,9 @@ class EnsembleDrafter:
                 candidate.past_index = step.add_draft(candidate.key, candidate.draft.tokens, candidate.draft.parents)
         model_indices = [stats.index for stats in self.selector.costs.model_stats]
         stale = tuple(i for i in model_indices if not self._use.is_fresh(i, request.slot))
-        return RequestChoices(request.slot, budget, candidates, not is_chain, is_draft_sampled(request), stale)
+        unready = tuple(i for i in model_indices if request.lacks_states and self.members[i].reads_states)
+        is_sampled = is_draft_sampled(request)
+        return RequestChoices(request.slot, budget, candidates, not is_chain, is_sampled, stale, unready)
 
     def _propose_with(
         self,

@@ -35,6 +35,7 @@ class EnsembleMember:
         self._snapshots = SnapshotCache()
         spec = self.drafter.spec
         self.is_token_only = spec.is_token_source and not spec.hidden_layers
+        self.reads_states = bool(spec.hidden_layers)
         self.samples_drafts = self.is_token_only and spec.samples_drafts
         # the quarantine of a sandbox ends in `observe`, and that of a token member in the ensemble
         self.is_observed = spec.reads_commits or not self.is_token_only

@@ -48,6 +48,7 @@ class RequestChoices:
     may_merge: bool = True
     is_sampled: bool = False  # drafts of model members are samples, none of which may be dropped
     stale_members: tuple[int, ...] = ()  # model members that must catch up before they draft
+    unready_members: tuple[int, ...] = ()  # model members that propose nothing: they missed states of the request
 
 
 @dataclass(slots=True)
@@ -130,7 +131,7 @@ class EnsembleSelector:
                 self._plan_with_member(choices, stats, plan, marginal_tokens)
                 for choices, plan in zip(all_choices, plans, strict=True)
             ]
-            if stats.is_due:
+            if stats.is_due and any(other.node_budget for other in others):
                 return [stats], others
             gains = [other.value - plan.value for other, plan in zip(others, plans, strict=True)]
             member_plans = [
@@ -228,6 +229,8 @@ class EnsembleSelector:
 
         `marginal_tokens`: tokens that could be made in the time of one more node.
         """
+        if stats.index in choices.unready_members:
+            return plan
         shares = self.estimates.estimate_rates(choices.slot, stats.key)
         budget = self._choose_num_nodes(stats, shares, min(choices.budget, stats.max_nodes), marginal_tokens)
         depth = stats.estimate_depth(budget)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from foredraft.drafters.ensemble.members import EnsembleMember
 from foredraft.drafters.ensemble.selector import SelectionMode
 from foredraft.drafters.ensemble.shared_kv import combine_draft_kv
-from foredraft.drafters.spec import SAME_VOCABULARY, DrafterSpec
+from foredraft.drafters.spec import MISSED_STATES, SAME_VOCABULARY, DrafterSpec, MissedStates
 from foredraft.models.hf import HFModel
 from foredraft.path_features import PathFeatures
 
@@ -69,6 +69,8 @@ class SpecUnion:
             decides_length=self.mode != "merge",  # the ensemble itself compares the gain of every draft with its cost
             shares_target_kv=any(spec.shares_target_kv for spec in specs),
             attach=_combine_attach([spec.attach for spec in specs if spec.attach is not None]),
+            # A plan drafts nothing for requests that miss states, and the token members of an ensemble still could.
+            missed_states="forbidden" if self.mode == "merge" else _combine_missed_states(specs),
             title=self.title,
             silence_mismatch=_combine_silence([spec.silence_mismatch for spec in specs]),
             vocabulary=next((spec.vocabulary for spec in specs if spec.vocabulary != SAME_VOCABULARY), SAME_VOCABULARY),
@@ -100,6 +102,12 @@ def _combine_silence(functions: Sequence[Callable[[], None]]) -> Callable[[], No
 def _combine_native(flags: Sequence[bool]) -> bool | None:
     """Return whether all networks run as native code; None without a network."""
     return all(flags) if flags else None
+
+
+def _combine_missed_states(specs: Sequence[DrafterSpec]) -> MissedStates:
+    """Return the strictest of what missed hidden states do to a request, of the members that read them."""
+    found = {spec.missed_states for spec in specs if spec.hidden_layers}
+    return next((kind for kind in MISSED_STATES if kind in found), "forbidden")
 
 
 def merge_layers(layer_sets: Sequence[tuple[int, ...]]) -> tuple[int, ...]:

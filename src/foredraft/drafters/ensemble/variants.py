@@ -5,6 +5,7 @@ from foredraft.drafters.method import Variant
 SETUP = "members"  # `parts` are names of other cases, such as "eagle, tree", or "draft_model, other weights"
 VARIANTS = (
     Variant(options=lambda k: {"parts": ("ngram", "draft_model"), "mode": "auto"}, setup=SETUP),
+    Variant("with a head", lambda k: {"parts": ("suffix", "eagle3"), "mode": "auto"}, setup=SETUP),
     Variant("merged", lambda k: {"parts": ("suffix", "eagle3"), "mode": "merge"}, setup=SETUP),
     Variant(
         "merged trees",
