@@ -104,7 +104,7 @@ class EnsembleSelector:
             return estimate_gain(candidate.rates, candidate.depth) - self._convert_rows_to_tokens(candidate.size)
         stats = self.costs.sampling_stats[candidate.members[0]]
         marginal_tokens = self.costs.tokens_per_second * (self.costs.pass_cost.slope + stats.cost.slope)
-        candidate.size = self._choose_num_nodes(stats, candidate.rates, min(budget, stats.max_nodes), marginal_tokens)
+        candidate.size = _choose_num_nodes(stats, candidate.rates, min(budget, stats.max_nodes), marginal_tokens)
         candidate.depth = stats.estimate_depth(candidate.size)
         if stats.is_due:
             return math.inf
@@ -232,7 +232,7 @@ class EnsembleSelector:
         if stats.index in choices.unready_members:
             return plan
         shares = self.estimates.estimate_rates(choices.slot, stats.key)
-        budget = self._choose_num_nodes(stats, shares, min(choices.budget, stats.max_nodes), marginal_tokens)
+        budget = _choose_num_nodes(stats, shares, min(choices.budget, stats.max_nodes), marginal_tokens)
         depth = stats.estimate_depth(budget)
         solo = RequestDraftPlan(None, budget, estimate_gain(shares, depth) - self._convert_rows_to_tokens(depth))
         candidate = plan.candidate
@@ -260,26 +260,28 @@ class EnsembleSelector:
         merged = RequestDraftPlan(candidate, nodes, value)
         return merged if value > solo.value or stats.is_due else solo
 
-    def _choose_num_nodes(
-        self, stats: MemberStats, rates: tuple[float, float], max_nodes: int, marginal_tokens: float
-    ) -> int:
-        """Choose the nodes of a draft: as many as gain more than they cost, if each node is one level."""
-        first, later = rates
-        if (
-            stats.is_due
-            or stats.estimate_depth(max_nodes) < 0.9 * max_nodes
-            or not 0.0 < later < 1.0
-            or marginal_tokens <= 0.0
-        ):
-            return max_nodes
-        if marginal_tokens >= first:
-            return min(max_nodes, 1)
-        return min(max_nodes, 1 + int(math.log(marginal_tokens / first) / math.log(later)))
-
 
 def make_union_key(stats: MemberStats, candidate: CandidateDraft) -> EstimateKey:
     """Return the estimate key of a member's draft merged with a candidate."""
     return (stats.index, *candidate.members), candidate.key[1]
+
+
+def _choose_num_nodes(stats: MemberStats, rates: tuple[float, float], max_nodes: int, marginal_tokens: float) -> int:
+    """Choose the nodes of a draft: as many as gain more than they cost, if each node is one level.
+
+    `marginal_tokens`: tokens that could be made in the time of one more node.
+    """
+    first, later = rates
+    if (
+        stats.is_due
+        or stats.estimate_depth(max_nodes) < 0.9 * max_nodes
+        or not 0.0 < later < 1.0
+        or marginal_tokens <= 0.0
+    ):
+        return max_nodes
+    if marginal_tokens >= first:
+        return min(max_nodes, 1)
+    return min(max_nodes, 1 + int(math.log(marginal_tokens / first) / math.log(later)))
 
 
 def _combine_rates(a: tuple[float, float], b: tuple[float, float]) -> tuple[float, float]:
