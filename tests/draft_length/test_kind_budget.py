@@ -19,6 +19,7 @@ def run_steps(
     num_requests: int = 1,
     plain_seconds: Callable[[int], float] = lambda since_drafts: 1.0,
     observing_seconds: float = 0.0,
+    reads_states: bool = True,
 ) -> list[str]:
     """Run steps in which all requests draft or none does, and return the reasons of the decisions.
 
@@ -30,6 +31,7 @@ def run_steps(
         num_requests: requests of every step.
         plain_seconds: plain steps since the last draft, from 1 -> seconds of a plain step.
         observing_seconds: seconds that the drafter takes in a step without drafts.
+        reads_states: the drafter reads hidden states, so that it can miss steps at rest.
     """
     reasons, since_drafts = [], 0
     for step in range(num_steps):
@@ -37,9 +39,10 @@ def run_steps(
         reasons.append(str(budget.decision.reason))
         since_drafts = 0 if any(granted) else since_drafts + 1
         seconds = draft_step_seconds if any(granted) else plain_seconds(since_drafts)
-        observing = observing_seconds if budget.needs_observation and not any(granted) else 0.0
+        is_observed = budget.needs_observation or not reads_states
+        observing = observing_seconds if is_observed and not any(granted) else 0.0
         report = build_report(granted, seconds + observing, num_accepted(step))
-        budget.record_step(report._replace(draft_time=observing, is_observed=budget.needs_observation))
+        budget.record_step(report._replace(draft_time=observing, is_observed=is_observed))
     return reasons
 
 
@@ -95,4 +98,14 @@ def test_a_drafter_at_rest_observes_no_step_if_that_takes_long(observing_seconds
     run_steps(budget, 100, 4.0, lambda step: 0, observing_seconds=observing_seconds)
     assert budget.needs_observation is not can_miss
     reasons = run_steps(budget, 400, 4.0, lambda step: 0, observing_seconds=observing_seconds)
-    assert "pays" in reasons  # the income is 1 %; it would be 0.25 % if steps of 0.05 seconds were observed
+    assert "pays" in reasons
+
+
+def test_drafts_are_tried_again_as_soon_whatever_observing_takes() -> None:
+    """Fault: the income fell to 0.25 %, so after a loss drafts were not tried again for 4,000 steps in which they paid."""
+    budget = make_budget(2.0)
+    run_steps(budget, 200, 2.0, lambda step: 0, observing_seconds=0.05, reads_states=False)
+    assert budget.decision.reason == "guard"
+    reasons = run_steps(budget, 900, 2.0, lambda step: 3, observing_seconds=0.05, reads_states=False)
+    assert reasons[-1] == "pays"
+    assert reasons.count("guard") < 600

@@ -26,10 +26,12 @@ class CreditTerms:
     Attributes:
         allowance: share of the time: for probes, and for drafts that do not pay.
         initial_steps: credit at the start, in plain steps.
+        min_allowance: the least that the allowance becomes if the drafter takes long to observe steps.
     """
 
     allowance: float = 0.01
     initial_steps: float = 10.0
+    min_allowance: float = MIN_LOSS_ALLOWANCE
 
 
 DEFAULT_TERMS = CreditTerms()
@@ -121,7 +123,7 @@ class TimeCredit:
         """
         if observing:
             self.observing_share = observing / max(plain_step_cost - observing, observing)
-            shared = max(MAX_SHARED_LOSS - self.observing_share, MIN_LOSS_ALLOWANCE)
+            shared = max(MAX_SHARED_LOSS - self.observing_share, self._terms.min_allowance)
             self._allowance = min(shared, self._terms.allowance)
         if not self.plain_step_cost:  # the first step
             self.seconds = self._terms.initial_steps * plain_step_cost
