@@ -10,8 +10,8 @@ from foredraft.draft_length.observer import StepObserver
 from foredraft.draft_length.plain_run import PlainRun, count_run_steps
 from foredraft.draft_length.policy import DecisionReason, DraftCandidate, LengthDecision, StepReport
 
-# Without a plan the credit alone decides how long drafts are tried at the start. Without probes it alone decides when they
-# are tried again, so it grows at the same rate whatever observing takes.
+# Without a plan the credit alone decides how long drafts are tried at the start. Without probes it alone decides when
+# they are tried again, so it grows at the same rate whatever observing takes.
 TERMS = CreditTerms(initial_steps=24.0, min_allowance=0.01)
 MIN_RESUME_CREDIT = 2.0  # time credit, in plain steps, that ends the first pause
 MAX_RESUME_CREDIT = 8.0  # upper limit in plain steps: the credit that ends a pause doubles with every further pause
