@@ -102,7 +102,7 @@ def test_a_drafter_at_rest_observes_no_step_if_that_takes_long(observing_seconds
 
 
 def test_drafts_are_tried_again_as_soon_whatever_observing_takes() -> None:
-    """Fault: the income fell to 0.25 %. After a loss, drafts were not tried again for 4,000 steps in which they paid."""
+    """Fault: the income fell to 0.25 %, and drafts that had lost were not tried again for 4,000 steps."""
     budget = make_budget(2.0)
     run_steps(budget, 200, 2.0, lambda step: 0, observing_seconds=0.05, reads_states=False)
     assert budget.decision.reason == "guard"
