@@ -309,6 +309,8 @@ def test_a_head_that_misses_states_of_a_request_is_not_called_for_it() -> None:
     batch.requests[1].lacks_states = True
     assert ensemble.propose(batch).tokens == [[2, 3, 4, 5], [2, 3, 4, 5]]
     assert head.num_proposed == 1
+    ensemble.observe(batch, Commit(([3], [3]), ([0], [0]), None))
+    assert ensemble.selector.costs.model_stats[0].num_uses == 0  # it is tried when it is ready
 
 
 def test_a_path_in_anothers_numbers() -> None:
