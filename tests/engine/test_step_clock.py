@@ -56,10 +56,27 @@ def test_a_step_that_raised_leaves_nothing_behind() -> None:
 def test_parts_of_the_drafter() -> None:
     hand = Hand()
     clock = StepClock(hand.read)
-    for end in (clock.end_propose, clock.end_observe):
-        clock.start_part()
-        hand.now += 2.0
-        end()
-    assert (clock.propose_seconds, clock.observe_seconds) == (2.0, 2.0)
+    for has_drafts, expected in ((True, (2.0, 2.0)), (False, (0.0, 2.0))):
+        run_step(hand, clock, planning=0.0, rest=0.0, has_drafts=has_drafts)
+        for end in (clock.end_propose, clock.end_observe):
+            clock.start_part()
+            hand.now += 2.0
+            end()
+        assert (clock.propose_seconds, clock.observe_seconds) == expected
     clock.reset()
     assert (clock.propose_seconds, clock.observe_seconds) == (0.0, 0.0)
+
+
+def test_a_step_with_drafts_counts_the_time_of_recording_those_before_it() -> None:
+    hand = Hand()
+    clock = StepClock(hand.read)
+
+    def run_and_record(has_drafts: bool, recording: float) -> float:
+        seconds = run_step(hand, clock, planning=0.0, rest=1.0, has_drafts=has_drafts)
+        clock.start_part()
+        hand.now += recording
+        clock.end_record()
+        return seconds
+
+    found = [run_and_record(has_drafts=i % 2 == 0, recording=0.5 if i % 2 == 0 else 9.0) for i in range(6)]
+    assert found == pytest.approx([1.0, 1.0, 1.5, 1.0, 1.5, 1.0])

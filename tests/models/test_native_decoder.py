@@ -246,6 +246,35 @@ def test_logits_only_of_the_rows_asked_for(family: str) -> None:
     assert PagedModel(lm).read({0: IDS[:7]}, rows=[]).shape == (0, VOCAB)
 
 
+@EACH
+@EACH_TYPE
+def test_states_of_the_rows_with_logits_alone(family: str, dtype: torch.dtype) -> None:
+    """Rows of prompts end in the last layer if their states are not read, and those of the others keep their bits."""
+    lm, rows = make_fused(family, dtype), [40, 52]
+    chunks = {0: IDS[:41], 1: IDS[41:53]}
+    taps = (AFTER_FINAL_NORM, 0, lm.num_layers)
+    logits, whole = PagedModel(lm).read(chunks, rows, taps)
+    same, states = PagedModel(lm).read(chunks, rows, taps, reads_all_states=False)
+    assert torch.equal(same, logits)
+    assert torch.equal(states[rows], whole[rows])
+    assert torch.equal(states.chunk(3, -1)[1], whole.chunk(3, -1)[1]), "the input of the first layer has every row"
+    others = [row for row in range(53) if row not in rows]
+    assert not states.chunk(3, -1)[0][others].any()
+    assert whole.chunk(3, -1)[0][others].any()
+
+
+@EACH_SET
+def test_few_states_on_every_instruction_set_and_every_team(instruction_set: str) -> None:
+    lm, rows = make_fused("llama, 32, tied, biases", torch.bfloat16), [3, 40]
+    expected = PagedModel(lm).read({0: IDS[:41]}, hidden_layers=(AFTER_FINAL_NORM,))[1][rows]
+    for way in THREAD_SETUPS:
+        with use_library(instruction_set, way):
+            whole = PagedModel(lm).read({0: IDS[:41]}, rows, (AFTER_FINAL_NORM,))[1]
+            states = PagedModel(lm).read({0: IDS[:41]}, rows, (AFTER_FINAL_NORM,), reads_all_states=False)[1]
+            assert torch.equal(states[rows], whole[rows])
+            torch.testing.assert_close(states[rows], expected, rtol=0.05, atol=0.05)
+
+
 def long_lm() -> tuple[Any, HFModel]:
     torch.manual_seed(0)
     config = hf.LlamaConfig(**TINY | {"max_position_embeddings": 4096, "head_dim": 16, "num_hidden_layers": 1})

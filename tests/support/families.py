@@ -175,6 +175,7 @@ class PagedModel:
         rows: Sequence[int] | None = None,
         hidden_layers: tuple[int, ...] = (),
         is_settled: bool = False,
+        reads_all_states: bool = True,
     ) -> Any:
         """Run one pass over a run of tokens for every request; returns all rows' logits unless some are named.
 
@@ -187,7 +188,8 @@ class PagedModel:
             spans.append(Span(self.get_table(request), start, list(chunk), range(size), num_settled=num_settled))
             self.held[request] = self.held.get(request, 0) + len(chunk)
         wanted = range(sum(len(span.tokens) for span in spans)) if rows is None else rows
-        logits, features = self.lm.forward(ForwardBatch.build(spans, list(wanted), PAGE_SIZE, "cpu"), hidden_layers)
+        batch = ForwardBatch(tuple(spans), list(wanted), PAGE_SIZE, "cpu", reads_all_states=reads_all_states)
+        logits, features = self.lm.forward(batch, hidden_layers)
         self.lm.pool.check_null_page(PAGE_SIZE)
         return (logits, features) if hidden_layers else logits
 

@@ -89,21 +89,21 @@ class AdaptiveLengthPolicy:
     def allocate(self, candidates: Candidates, num_pass_tokens: int, attended_tokens: int = 0) -> list[int]:
         """Grant draft nodes for the next step; arguments as in `DraftLengthPolicy.allocate`."""
         observer = self.observer
+        if self.decision.reason == "measure":
+            self._plan.expire()  # the run has shown the cost of a plain step
         held = self._held.find(observer.step, num_pass_tokens, candidates)
         if held is not None and observer.credit.is_ample:
-            self._plan.keep()
-            observer.begin_step(len(candidates), has_fixed=False)
-            self.counts[self.decision.reason] += 1
+            self._repeat(len(candidates))
             return held
         kinds = {c.kind for c in candidates}
         if not any(c.min_nodes for c in candidates) and self.repeat_none(len(candidates), kinds):
             return [0] * len(candidates)
-        if not observer.is_drafting and not self._plan.covers(kinds):
+        # A fixed length is granted as it is. The policy decides only about the other candidates, the adjustable ones.
+        adjustable = [c for c in candidates if c.min_nodes < c.max_nodes]
+        if not (observer.is_drafting or (self._plan.covers(kinds) and self._probes.is_load_similar(len(adjustable)))):
             self._plan.expire()  # `update` below computes a new one
         if observer.register(candidates):  # the kind of the batch has changed: sampled if any request is
             self._plan.expire()
-        # A fixed length is granted as it is. The policy decides only about the other candidates, the adjustable ones.
-        adjustable = [c for c in candidates if c.min_nodes < c.max_nodes]
         if observer.is_drafting:  # during a pause, a plan shows whether drafting would pay once all are ready
             adjustable = [c for c in adjustable if c.is_ready] or adjustable
         nodes_by_slot = {c.slot: c.min_nodes for c in candidates if c.min_nodes}
@@ -111,18 +111,17 @@ class AdaptiveLengthPolicy:
         reason: DecisionReason = "fixed"
         plan = LengthPlan()
         if adjustable:
-            plan = self._plan.update(candidates, adjustable, num_pass_tokens, attended_tokens)
+            if not observer.is_warming_up or WARMUP_NODES[observer.warmup_step]:
+                plan = self._plan.update(candidates, adjustable, num_pass_tokens, attended_tokens)
             reason, chosen = self._choose_nodes(plan, adjustable, num_pass_tokens)
-            if self.curve.has_buckets:  # a probe and a draft longer than planned do not leave the last one either
-                fixed_rows = sum(c.min_nodes for c in candidates if c.is_fixed)
-                chosen = cut_nodes(chosen, self.curve.count_free_rows(num_pass_tokens + fixed_rows))
-            nodes_by_slot |= chosen
+            nodes_by_slot |= _cut_to_buckets(chosen, self.curve, candidates, num_pass_tokens)
         granted = [min(max(nodes_by_slot.get(c.slot, 0), c.min_nodes), c.max_nodes) for c in candidates]
         slowdown = observer.costs.slowdown  # current over usual step time; the plan uses usual times
-        self.record_decision(LengthDecision(
+        self.decision = LengthDecision(
             reason, nodes=sum(granted), longest=max(granted, default=0), plain_rate=plan.plain_rate / slowdown,
             rate=plan.rate / slowdown, acceptance=plan.acceptance,
-        ))  # fmt: skip
+        )  # fmt: skip
+        self.counts[reason] += 1
         self._held.release()
         if self._can_hold(reason, granted, candidates):
             self._held.hold(num_pass_tokens, candidates, granted)
@@ -134,31 +133,32 @@ class AdaptiveLengthPolicy:
             return False
         return self.observer.credit.is_ample and list(granted) == self._plan.list_nodes(candidates)
 
-    def record_decision(self, decision: LengthDecision) -> None:
-        """Set the last decision and count its reason."""
-        self.decision = decision
-        self.counts[decision.reason] += 1
-
-    def repeat_none(self, num_requests: int, kinds: Set[int]) -> bool:
-        """Decide for no draft again; see `DraftLengthPolicy.repeat_none`."""
-        if self.observer.is_drafting or self._probes.slots or not self._plan.covers(kinds):
-            return False
-        if not self._would_draft_nothing_again(num_requests):
-            return False
+    def _repeat(self, num_requests: int) -> None:
+        """Make the last decision again."""
         self._plan.keep()
         self.observer.begin_step(num_requests, has_fixed=False)
         self.counts[self.decision.reason] += 1
-        return True
+
+    def repeat_none(self, num_requests: int, kinds: Set[int]) -> bool:
+        """Decide for no draft again; see `DraftLengthPolicy.repeat_none`."""
+        if self._probes.slots or not self._plan.covers(kinds):
+            return False
+        if self.observer.is_drafting:  # a run of plain steps is as fast as plain decoding if it decides as little
+            can_repeat = self.decision.reason == "measure" and self._plain_run.take_next(num_requests)
+        else:
+            can_repeat = self._would_draft_nothing_again(num_requests)
+        if can_repeat:
+            self._repeat(num_requests)
+        return can_repeat
 
     def _would_draft_nothing_again(self, num_requests: int) -> bool:
         """Return whether drafting stays paused, and no probe can start now."""
         return (
             self.decision.nodes == 0  # otherwise the last decision cannot be repeated
             and self._plan.can_be_kept  # this step computes no new plan
-            # it does not resume
-            and (self._plan.plan.speedup <= 1.0 + RESUMPTION_GAIN or not self._plan.is_resumption_due)
+            and (self._plan.plan.speedup <= 1.0 + RESUMPTION_GAIN or not self._plan.is_resumption_due)  # it pauses on
             and self.observer.step < self._probes.next_step  # no probe is due
-            and self._probes.is_load_similar(num_requests)  # and none becomes due, as it would at a new load
+            and self._probes.is_load_similar(num_requests)  # nor is a plan for a new load
         )
 
     def _choose_nodes(
@@ -254,6 +254,16 @@ def _vary_lengths(granted: dict[int, int], step: int) -> dict[int, int]:
     if step % LONG_DRAFT_INTERVAL == LONG_DRAFT_INTERVAL // 2:  # a quarter shorter
         return {slot: max(nodes - (nodes + 3) // 4, min(nodes, 1)) for slot, nodes in granted.items()}
     return granted
+
+
+def _cut_to_buckets(
+    chosen: dict[int, int], curve: CostCurve, candidates: Candidates, num_pass_tokens: int
+) -> dict[int, int]:
+    """Cut drafts so that the pass stays in the last row bucket. Probes and long drafts could leave it."""
+    if not curve.has_buckets:
+        return chosen
+    fixed_rows = sum(c.min_nodes for c in candidates if c.is_fixed)
+    return cut_nodes(chosen, curve.count_free_rows(num_pass_tokens + fixed_rows))
 
 
 def _limit_to_credit(granted: dict[int, int], observer: StepObserver, num_pass_tokens: int) -> dict[int, int]:

@@ -65,6 +65,19 @@ class KindBudget:
         self.counts[reason] += 1
         return granted
 
+    def repeat_none(self, num_requests: int) -> bool:
+        """Decide for no draft again, as in the last step; see `DraftLengthPolicy.repeat_none`."""
+        if self._is_paused:
+            if self.decision.reason != "guard" or self._can_resume:
+                return False
+        elif self.decision.reason != "measure" or not self._plain_run.take_next(num_requests):
+            return False
+        if self.decision.nodes:
+            return False
+        self._observer.begin_step(num_requests, has_fixed=False)
+        self.counts[self.decision.reason] += 1
+        return True
+
     def record_step(self, report: StepReport) -> None:
         """Update cost, survival and time credit from a finished step."""
         self._observer.record_step(report)
@@ -90,11 +103,17 @@ class KindBudget:
         observer.begin_plain_step(self._plain_run.num_transition_steps)
         return "measure"
 
+    @property
+    def _can_resume(self) -> bool:
+        """Whether the time credit has grown to the resume credit."""
+        credit = self._observer.credit
+        return credit.seconds > self._resume_credit * credit.plain_step_cost
+
     def _update_pause(self) -> None:
         """Pause drafting if the time credit is used up, and resume if it has grown to the resume credit."""
         credit, step_cost = self._observer.credit.seconds, self._observer.credit.plain_step_cost
         if self._is_paused:
-            self._is_paused = credit <= self._resume_credit * step_cost
+            self._is_paused = not self._can_resume
         elif credit < 0.0:
             self._is_paused = True
             self._resume_credit = min(max(2 * self._resume_credit, MIN_RESUME_CREDIT), MAX_RESUME_CREDIT)

@@ -54,8 +54,9 @@ class LossBudgetPolicy:
         return self._current.allocate(candidates, num_pass_tokens)
 
     def repeat_none(self, num_requests: int, kinds: Set[int]) -> bool:
-        """Return False: a step without drafts earns credit, which every decision looks at."""
-        return False
+        """Decide for no draft again; see `DraftLengthPolicy.repeat_none`."""
+        budget = self._budgets[max(kinds, default=0)]
+        return budget is self._current and budget.repeat_none(num_requests)
 
     def record_step(self, report: StepReport) -> None:
         """Update cost, survival and time credit from a finished step."""

@@ -224,14 +224,17 @@ class StepObserver:
         return TimedStep(report, longest, nodes, unread, newcomers, has_fixed, num_accepted, num_steps)
 
     def _skip(self, is_observed: bool) -> bool:
-        """Skip the report of a step without drafts, to save time, if drafting is paused or there was no candidate.
+        """Skip the report of a step without drafts, to save time, if nothing is learnt from it.
 
-        One report in 16 is evaluated even then, one in 128 without candidates. A skipped step only adds its allowance
-        to the time credit. Returns whether the report was skipped.
+        Reports are skipped if drafting is paused, if there was no candidate, and if they come so soon after drafts that
+        they change no cost. One in 16 is evaluated in a pause, one in 128 without candidates. A skipped step only adds
+        its allowance to the time credit. Returns whether it was skipped.
         """
-        has_candidates = self._current.num_candidates > 0
-        is_busy = has_candidates and self.is_drafting  # `is_drafting` is true during warm-up
-        if is_busy or self._num_unobserved >= (MAX_PAUSED_STEPS if has_candidates else MAX_IDLE_STEPS):
+        self.settle()
+        num_skipped = MAX_PAUSED_STEPS if self._current.num_candidates else MAX_IDLE_STEPS
+        if self._current.num_candidates and self.is_drafting:  # also during warm-up
+            num_skipped = 0 if self.is_warming_up else self._times.num_transition_left
+        if self._num_unobserved >= num_skipped:
             return False
         self._num_unobserved += 1
         self.step += 1

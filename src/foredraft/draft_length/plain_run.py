@@ -52,7 +52,7 @@ class PlainRun:
         Args:
             load: requests whose draft length may change.
         """
-        if self._load / 2 <= load < self._load * 2:
+        if self._is_load_similar(load):
             return False
         has_grown = 0 < self._load < load
         self._begin(MIN_TRANSITION_STEPS, NUM_FIRST_MEASURED if has_grown else 0)
@@ -75,6 +75,17 @@ class PlainRun:
             is_first = self._max_interval == FIRST_INTERVAL
             self._begin(count_transition_steps(gain), NUM_FIRST_MEASURED if is_first and not is_clear else NUM_MEASURED)
             self._max_interval *= 2
+        return self._take()
+
+    def take_next(self, load: int) -> bool:
+        """Return whether the next step belongs to a run that has begun; False at another load (`adapt_to_load`)."""
+        return self._is_load_similar(load) and self._take()
+
+    def _is_load_similar(self, load: int) -> bool:
+        return self._load / 2 <= load < self._load * 2
+
+    def _take(self) -> bool:
+        """Return whether a step is left, and take it."""
         if not self._left:
             return False
         self._left -= 1

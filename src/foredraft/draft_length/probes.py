@@ -41,10 +41,17 @@ class ProbeSchedule:
         return self._reference_load / 2 < load < self._reference_load * 2
 
     def adapt_to_load(self, load: int, step: int) -> None:
-        """If the load has halved or doubled, set the reference load, reset the interval and allow a probe now."""
-        if not self.is_load_similar(load):
-            self._reference_load, self._interval = load, MIN_PROBE_INTERVAL
-            self.next_step = min(self.next_step, step)
+        """If the load has halved or doubled, set the reference load. With half the load, probes come twice as often.
+
+        Acceptance does not depend on the load, and a plan for the new load needs no probe. But drafts pay more often
+        with fewer requests.
+        """
+        if self.is_load_similar(load):
+            return
+        if load < self._reference_load:
+            self._interval = max(self._interval // 2, MIN_PROBE_INTERVAL)
+            self.next_step = min(self.next_step, step + self._interval)
+        self._reference_load = load
 
     def start(self, slots: tuple[int, ...], price: float) -> None:
         """Start a probe of these requests in the current step.

@@ -94,6 +94,11 @@ class StepTimes:
         self._num_drafts = 0  # steps with drafts since the last pause
         self._turn = 0  # chooses among steps that waited together (`record_all`)
 
+    @property
+    def num_transition_left(self) -> int:
+        """Number of plain steps from now on that change no cost, if no draft comes before them."""
+        return max(self.num_transition_steps - self._num_plain, 0)
+
     def record_all(self, steps: Sequence[TimedStep]) -> None:
         """Add steps of different sizes that waited together.
 

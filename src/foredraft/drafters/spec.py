@@ -57,6 +57,10 @@ class DrafterSpec:
         is_native: whether its network runs as native CPU code, for reports; None = it has no network. Default None.
         member_backoffs: failure counts and quarantines of the drafters inside a wrapper or an ensemble, if each of them
             has a sandbox of its own. Default () = no drafter inside has one.
+        missed_states: what missing hidden states do to a request. "forbidden" (default): every step has them. The
+            engine may leave them out while no request drafts if it is "end", and the request never drafts again, or
+            "pause". A drafter with "pause" reads the newest state alone, that of the token before the last committed
+            one, so it drafts after the next step with states. Other states of a prompt may be zeros.
     """
 
     max_nodes: int

@@ -167,8 +167,7 @@ class Engine:
             return NO_STEP
         tree = self._propose(batch)
         output = self._forward(batch, tree)
-        commit = self._verify(batch, tree, output)
-        commit = self._append_tokens(batch, tree, commit, output)
+        commit = self._append_tokens(batch, tree, self._verify(batch, tree, output), output)
         compact_kv(self.target.pool, batch, commit, self.device)
         self._observe(batch, tree, commit, output)
         attended_tokens = count_attended_tokens(batch, tree)  # `Scheduler.commit` advances `num_computed`
@@ -185,8 +184,7 @@ class Engine:
         batch = self.planner.plan(self.length_policy, allowed)
         self.current_requests = batch.requests
         if self.is_debug:
-            for request in batch.requests:
-                self.scheduler.check_writes(request)
+            self.scheduler.check_writes(batch.requests)
         return batch
 
     def _propose(self, batch: Batch) -> TokenTree:
@@ -199,7 +197,7 @@ class Engine:
     def _forward(self, batch: Batch, tree: TokenTree) -> TargetOutput:
         """Run the target's forward pass over the nodes of the tree."""
         with_prompt_logits = find_prompt_logit_requests(self.transcripts, batch)
-        forward_batch = build_forward_batch(batch, tree, with_prompt_logits, self.device)
+        forward_batch = build_forward_batch(batch, tree, with_prompt_logits, self.device, self.drafter.spec)
         layers = choose_hidden_layers(batch, self.drafter.spec, self.length_policy.needs_observation)
         logits, features = self.target.forward(forward_batch, layers)
         return collect_output(batch, tree, logits, features, with_prompt_logits)
@@ -236,7 +234,9 @@ class Engine:
 
     def _finish_step(self, batch: Batch, progressed: tuple[Request, ...], report: StepReport) -> StepResult:
         """Report the step to the policies, and check the invariants."""
+        self.clock.start_part()
         self.length_policy.record_step(report)
+        self.clock.end_record()
         self.planner.mask_budget.record_step(batch.requests, report.step_time)
         if self.is_debug:
             self.scheduler.check_integrity()

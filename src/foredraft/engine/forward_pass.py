@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from foredraft.drafters.spec import DrafterSpec
 from foredraft.engine.transcript import Transcript
 from foredraft.models.forward_batch import ForwardBatch
 from foredraft.request import Batch, Request
@@ -20,7 +21,7 @@ def find_prompt_logit_requests(transcripts: Mapping[Request, Transcript], batch:
 
 
 def build_forward_batch(
-    batch: Batch, tree: TokenTree, with_prompt_logits: Sequence[int], device: torch.device
+    batch: Batch, tree: TokenTree, with_prompt_logits: Sequence[int], device: torch.device, spec: DrafterSpec
 ) -> ForwardBatch:
     """Build the forward batch that verifies the trees of a step.
 
@@ -29,6 +30,7 @@ def build_forward_batch(
         tree: their trees.
         with_prompt_logits: batch indices of requests with logits for the nodes before the root too.
         device: device of the target.
+        spec: needs of the drafter.
     """
     requests = batch.requests
     return ForwardBatch.from_token_tree(
@@ -41,4 +43,13 @@ def build_forward_batch(
         sources=[r.spec.source for r in requests],  # encoder inputs; None for decoder-only models
         adapters=[r.spec.adapter for r in requests],
         images=[r.spec.images for r in requests],
+        reads_all_states=spec.missed_states != "pause" or _end_before_the_root(batch, tree),
+    )
+
+
+def _end_before_the_root(batch: Batch, tree: TokenTree) -> bool:
+    """Return whether a chunk ends right before the last token of a prompt, so that a draft reads its last state."""
+    return any(
+        root == size and request.num_computed + size == request.num_tokens - 1
+        for request, root, size in zip(batch.requests, tree.roots, tree.sizes, strict=True)
     )

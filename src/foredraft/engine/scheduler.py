@@ -10,7 +10,7 @@ is recomputed. The token budget of a step goes to decoding requests first, then 
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from foredraft.draft_length.length_table import LengthBounds
 from foredraft.draft_length.policy import DraftLengthPolicy
@@ -198,11 +198,12 @@ class Scheduler:
         self.waiting.check_order()
         for request in self.running:
             assert request.num_computed < request.num_tokens, "a running request has nothing to compute"
-            self.check_writes(request)
+        self.check_writes(self.running)
 
-    def check_writes(self, request: Request) -> None:
-        """Assert that the pages the request will write to are neither shared nor in the prefix cache."""
-        self.allocator.check_writable(request.pages[request.num_computed // self.allocator.page_size :])
+    def check_writes(self, requests: Iterable[Request]) -> None:
+        """Assert that the pages the requests will write to are neither shared nor in the prefix cache."""
+        for request in requests:
+            self.allocator.check_writable(request.pages[request.num_computed // self.allocator.page_size :])
 
     def _start_request(self, request: Request, hit: PrefixHit) -> None:
         """Move a waiting request to the running ones, with a slot and the pages of its prefix-cache hit."""

@@ -81,6 +81,7 @@ class ForwardBatch:
     page_size: int  # slots per page
     device: torch.device | str
     made_rows: DeviceRows | None = None  # rows that are on the device already; there are no spans then
+    reads_all_states: bool = True  # False: hidden states of rows without logits are not read, and may be zeros
 
     @classmethod
     def from_device_rows(cls, rows: DeviceRows, device: torch.device | str) -> "ForwardBatch":
@@ -117,6 +118,7 @@ class ForwardBatch:
         sources: Sequence[EncoderSource | None] | None = None,
         adapters: Sequence[LoadedAdapter | None] | None = None,
         images: Sequence[PlacedImages | None] | None = None,
+        reads_all_states: bool = True,
     ) -> "ForwardBatch":
         """Build the forward pass that verifies a token tree.
 
@@ -130,6 +132,7 @@ class ForwardBatch:
             sources: [B] encoder inputs. Default None = no encoder.
             adapters: [B] LoRA adapters. Default None = no request has one.
             images: [B] images of the prompts. Default None = no request has any.
+            reads_all_states: see the field of the class. Default True.
         """
         spans: list[Span] = []
         logit_rows: list[int] = []
@@ -147,7 +150,7 @@ class ForwardBatch:
             )
             logit_rows += range(offset + (0 if b in full_logit_requests else tree.roots[b]), offset + size)
             offset += size
-        return cls.build(spans, logit_rows, page_size, device)
+        return cls(tuple(spans), logit_rows, page_size, device, reads_all_states=reads_all_states)
 
     @cached_property
     def num_rows(self) -> int:

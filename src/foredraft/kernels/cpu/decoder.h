@@ -46,6 +46,7 @@ typedef struct {
     float *inner;     /* inner states of the MLP */
     char *experts;    /* buffers of experts */
     int32_t *lists;   /* of the rows that narrow.h keeps, [ROW_LISTS, num_rows] */
+    const int32_t *kept_rows; /* [rows->num_rows] their rows in the pass; NULL = all rows are kept */
     char *scores;     /* [members, score_bytes] */
     atomic_int num_members;
 } decoder;
@@ -243,10 +244,11 @@ static void mlp_block(decoder *d, fd_team *team, mlp m, fd_norm pre_norm, fd_nor
 static void return_hidden_layer(decoder *d, fd_team *team, int boundary, fd_norm norm) {
     const decoder_shape *s = &d->shape;
     const fd_pass *p = d->pass;
+    const int32_t *kept = d->kept_rows;
     for (int i = 0; i < p->hidden_layer_count; i++) {
         if (p->hidden_layers[i] != boundary) continue;
         FOR_EACH_ITEM(r, d->rows->num_rows) {
-            long at = ((long)r * p->hidden_layer_count + i) * s->hidden;
+            long at = ((long)(kept ? kept[r] : r) * p->hidden_layer_count + i) * s->hidden;
             if (!p->has_bf16_features) {
                 apply_norm(norm, hidden_row(d, r), s->eps, s->hidden, (float *)p->features + at);
                 continue;

@@ -167,6 +167,7 @@ static void narrow(decoder_only *o, fd_team *team, int layer) {
     fd_barrier(team); /* every member has read d->rows */
     FOR_EACH_ITEM(i, 1) {
         o->narrowed = narrow_rows(d);
+        d->kept_rows = d->rows->logit_rows;
         d->rows = &o->narrowed;
     }
     fd_barrier(team);

@@ -169,6 +169,7 @@ typedef struct {
     void *const *cross_keys, *const *cross_values; /* the same, of the sources; encoder-decoder models */
     const int32_t *hidden_layers;                  /* [hidden_layer_count] layer boundaries to return */
     int32_t hidden_layer_count, has_bf16_features;
+    int32_t reads_logit_rows; /* features of rows without logits are not read, so they may stay as they are */
     const float *inputs; /* [num_rows, hidden] or, if the model is EMBEDDED, NULL */
     void *features;      /* [num_rows, hidden_layer_count * hidden] float32 or bf16 */
     float *logits;       /* [num_logits, V] */

@@ -13,7 +13,7 @@ static int can_narrow(const decoder *d, int layers) {
     const fd_rows *rows = d->rows;
     const fd_pass *p = d->pass;
     if (2 * rows->num_logits > rows->num_rows || p->adapted || p->images) return 0;
-    for (int i = 0; i < p->hidden_layer_count; i++)
+    for (int i = 0; i < p->hidden_layer_count && !p->reads_logit_rows; i++)
         if (p->hidden_layers[i] >= layers || p->hidden_layers[i] == FD_AFTER_FINAL_NORM) return 0;
     for (int i = 1; i < rows->num_logits; i++)
         if (rows->logit_rows[i] <= rows->logit_rows[i - 1]) return 0;

@@ -181,6 +181,7 @@ class PassRecord(ctypes.Structure):
         ("hidden_layers", c_void_p),
         ("hidden_layer_count", c_int32),
         ("has_bf16_features", c_int32),
+        ("reads_logit_rows", c_int32),
         ("inputs", c_void_p),
         ("features", c_void_p),
         ("logits", c_void_p),

@@ -228,8 +228,7 @@ class NativeDecoder:
         self.extend_rotary(rows.record.max_keys)
         pool.reserve(self.kv_samples, forward_batch.num_slots)
         logits = torch.empty(rows.num_logits, self.record.head.n, dtype=torch.float32)
-        width = len(hidden_layers) * self.record.hidden
-        features = torch.empty(rows.num_rows, width, dtype=feature_dtype) if hidden_layers else None
+        features = self._allocate_features(forward_batch, len(hidden_layers), feature_dtype)
         self.native.sync_threads()
         record = self.record if layer_slice is None else layer_slice.apply_to(self.record)
         scratch = self.scratch.take(self.native.handle.fd_decoder_scratch(record, rows.record))
@@ -242,6 +241,7 @@ class NativeDecoder:
             hidden_layers=ctypes.addressof(boundaries),
             hidden_layer_count=len(hidden_layers),
             has_bf16_features=feature_dtype == torch.bfloat16,
+            reads_logit_rows=not forward_batch.reads_all_states,
             inputs=None if inputs is None else inputs.data_ptr(),
             features=None if features is None else features.data_ptr(),
             logits=logits.data_ptr(),
@@ -255,6 +255,13 @@ class NativeDecoder:
         self.native.handle.fd_decoder_forward(record, rows.record, job)
         self.scratch.give_back(scratch)
         return logits, features
+
+    def _allocate_features(self, forward_batch: ForwardBatch, num_layers: int, dtype: torch.dtype) -> Tensor | None:
+        """Allocate the hidden states [T, F] of a pass; zeros if the pass writes some of them alone."""
+        if not num_layers:
+            return None
+        allocate = torch.empty if forward_batch.reads_all_states else torch.zeros
+        return allocate(forward_batch.num_rows, num_layers * self.record.hidden, dtype=dtype)
 
     def _plan_runs(self, forward_batch: ForwardBatch, pool: KVPool) -> NativeRuns | None:
         """Plan the runs of a pass and allocate their states; None without recurrent layers."""
