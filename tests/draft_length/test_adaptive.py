@@ -9,6 +9,7 @@ from foredraft.draft_length.costs import CostCurve
 from foredraft.draft_length.current_plan import MAX_PROMPT_STEPS
 from foredraft.draft_length.intervals import MAX_PLAIN_INTERVAL
 from foredraft.draft_length.observer import RESTING_STEPS, WARMUP_NODES
+from foredraft.draft_length.plain_run import MIN_TRANSITION_STEPS, NUM_MEASURED
 from foredraft.draft_length.policy import DraftCandidate, DraftOutcome, FixedLengthPolicy, StepReport
 from foredraft.draft_length.probes import PROBE_NODES, PROBE_STEPS
 from foredraft.engine.calibrate import ROW_COUNTS
@@ -345,9 +346,38 @@ def test_a_step_without_drafts_is_decided_without_its_candidates_until_something
     assert lengths.repeat_none(4, {0})
     assert lengths.counts.total() == counts + 1
     assert not lengths.repeat_none(4, {0, 1}), "a new kind of request has no plan"
-    assert not lengths.repeat_none(64, {0}), "a new load allows a probe"
+    assert not lengths.repeat_none(64, {0}), "a new load has a plan of its own"
     lengths.observer.step = lengths._probes.next_step
     assert not lengths.repeat_none(4, {0}), "a probe is due"
+
+
+def test_a_run_of_plain_steps_decides_without_candidates_and_plans_anew_after_it():
+    """Fault: its steps decided as those with drafts do, so plain decoding seemed slower than it is."""
+    lengths, _ = simulate(SimulatedEngine(accept=constant(0.8), load=lambda step: 2), 400)
+    candidates = [DraftCandidate(slot, 8) for slot in range(2)]
+    lengths.observer.steps_since_plain = MAX_PLAIN_INTERVAL
+    lengths._held.release()
+    assert not any(lengths.allocate(candidates, 2))
+    assert lengths.decision.reason == "measure"
+    plan, steps = lengths._plan.plan, 1
+    assert not lengths.repeat_none(2, {0, 1}), "a new kind of request has no plan"
+    while lengths.repeat_none(2, {0}):
+        steps += 1
+    assert steps >= MIN_TRANSITION_STEPS + NUM_MEASURED
+    assert lengths.counts["measure"] >= steps
+    assert any(lengths.allocate(candidates, 2))
+    assert lengths._plan.plan is not plan
+
+
+def test_a_pause_at_a_new_load_has_a_new_plan():
+    world = SimulatedEngine(bend, draft=1.0, load=lambda step: 4, accept=constant(0.3))
+    lengths, _ = simulate(world, 1000)
+    assert not lengths.observer.is_drafting
+    for load in (4, 16, 1):
+        plan = lengths._plan.plan
+        lengths._probes.slots = ()
+        lengths.allocate([DraftCandidate(slot, 4) for slot in range(load)], load)
+        assert (lengths._plan.plan is plan) == (load == 4)
 
 
 def test_the_next_request_of_a_slot_has_a_plan_of_its_own_at_once():

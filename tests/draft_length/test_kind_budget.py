@@ -6,6 +6,7 @@ import pytest
 
 from foredraft.draft_length.costs import CostCurve
 from foredraft.draft_length.kind_budget import KindBudget
+from foredraft.draft_length.plain_run import MIN_TRANSITION_STEPS, NUM_MEASURED
 from foredraft.draft_length.policy import DraftCandidate, DraftOutcome, StepReport
 
 MAX_NODES = 8
@@ -109,3 +110,26 @@ def test_drafts_are_tried_again_as_soon_whatever_observing_takes() -> None:
     reasons = run_steps(budget, 900, 2.0, lambda step: 3, observing_seconds=0.05, reads_states=False)
     assert reasons[-1] == "pays"
     assert reasons.count("guard") < 600
+
+
+def test_a_pause_and_a_run_of_plain_steps_decide_without_candidates() -> None:
+    budget = make_budget(2.0)
+    reasons = run_steps(budget, 200, draft_step_seconds=2.0, num_accepted=lambda step: 0)
+    assert reasons[-1] == "guard"
+    credit, steps = budget._observer.credit, 0
+    while budget.repeat_none(1):
+        budget.record_step(build_report([0], 1.0, 0))
+        steps += 1
+    assert steps > 50
+    assert credit.seconds > budget._resume_credit * credit.plain_step_cost
+    assert any(budget.allocate([DraftCandidate(0, MAX_NODES)], 1))
+    assert not budget.repeat_none(1), "the last decision was for drafts"
+
+    budget = make_budget(1.0)
+    while run_steps(budget, 1, draft_step_seconds=1.0, num_accepted=lambda step: 4) != ["measure"]:
+        pass
+    steps = 1
+    while budget.repeat_none(1):
+        steps += 1
+    assert steps >= MIN_TRANSITION_STEPS + NUM_MEASURED
+    assert any(budget.allocate([DraftCandidate(0, MAX_NODES)], 1))

@@ -155,6 +155,39 @@ def test_the_first_plain_steps_after_drafts_change_no_cost() -> None:
     assert observer.costs.curve.predict(1, 1, 1, 50) > cost
 
 
+def test_plain_steps_soon_after_drafts_are_not_evaluated_and_add_their_allowance() -> None:
+    """Evaluating them would slow the steps after them, and plain decoding would seem slower than it is."""
+    observer = start()
+    record(observer, draft(1.2))
+    observer.settle()
+    observer.begin_plain_step(6)
+    before, counts = observer.credit.seconds, []
+    for _ in range(8):
+        record(observer, PLAIN)
+        counts.append(observer._times._num_plain)
+    assert counts == [0] * 6 + [7, 8]
+    earned = 8 * DEFAULT_TERMS.allowance * observer.credit.plain_step_cost
+    assert observer.credit.seconds - before == pytest.approx(earned, rel=0.1)
+
+
+def test_a_step_with_a_prompt_does_not_postpone_the_run_of_plain_steps() -> None:
+    """Fault: with short outputs a prompt comes every few dozen steps, and plain decoding was hardly measured."""
+    observer = start()
+    first = observer.steps_since_plain
+    for step in range(100):
+        record(observer, PLAIN._replace(num_pass_tokens=65) if step % 25 == 0 else draft(1.2))
+    assert observer.steps_since_plain == first + 96
+    observer.begin_plain_step(2)
+    assert observer.steps_since_plain == 0
+    for _ in range(3):
+        record(observer, draft(1.2))
+    assert observer.steps_since_plain == 3
+    observer.is_drafting = False
+    for _ in range(16):
+        record(observer, PLAIN)
+    assert observer.steps_since_plain == 0, "the plain steps of a pause measure the same"
+
+
 def test_a_drafter_at_rest_earns_less_only_in_steps_that_it_observes() -> None:
     """Both the reports that are skipped and the one in 16 that is evaluated."""
     earned = []

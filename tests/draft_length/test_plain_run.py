@@ -113,3 +113,12 @@ def test_a_run_that_a_pause_cuts_off_does_not_go_on_after_it() -> None:
     assert run.take_step(FIRST_INTERVAL, 1000.0, GAIN)
     run.stop()
     assert not run.take_step(1, 1000.0, GAIN)
+
+
+def test_a_run_goes_on_without_an_interval_at_a_similar_load_alone() -> None:
+    run = PlainRun()
+    run.adapt_to_load(4)
+    assert not run.take_next(4)
+    assert run.take_step(FIRST_INTERVAL, 1000.0, GAIN)
+    assert not run.take_next(8)
+    assert [run.take_next(7) for _ in range(FIRST_RUN_STEPS)] == [True] * (FIRST_RUN_STEPS - 1) + [False]

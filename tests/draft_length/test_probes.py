@@ -41,3 +41,21 @@ def test_a_costly_probe_does_not_wait_while_drafts_nearly_pay() -> None:
 
 def test_a_probe_that_paid_is_followed_soon() -> None:
     assert probe(ProbeSchedule(), 0, price=40.0, has_paid=True) == MIN_PROBE_INTERVAL
+
+
+def test_a_load_that_halves_has_probes_twice_as_often_and_one_that_doubles_waits_as_before() -> None:
+    """Fault: every change reset the interval, so a batch that drained and filled again was probed all the time."""
+    schedule = ProbeSchedule()
+    schedule.adapt_to_load(8, 0)
+    for step in (0, 1000, 2000):
+        probe(schedule, step, price=0.1)
+    due = schedule.next_step
+    assert due == 2000 + PROBE_STEPS + MAX_PROBE_INTERVAL
+    for load in (16, 9, 31):
+        schedule.adapt_to_load(load, 2010)
+        assert schedule.next_step == due
+    schedule.adapt_to_load(7, 2010)
+    assert schedule.next_step == 2010 + MAX_PROBE_INTERVAL // 2
+    for load in (3, 1):
+        schedule.adapt_to_load(load, 2010)
+    assert schedule.next_step == 2010 + MIN_PROBE_INTERVAL

@@ -64,7 +64,7 @@ class StepObserver:
         step: number of finished steps.
         warmup_step: index in WARMUP_NODES; its length = warm-up is over.
         is_drafting: False = paused: only probes and requests of fixed length draft. The policy sets it.
-        steps_since_plain: steps with drafts since the last plain step.
+        steps_since_plain: steps with drafts since the last run of plain steps or pause.
         num_others: requests that got a token but could not draft, such as those of fixed length 0, in the last step
             whose report was evaluated. A plan includes them as requests without drafts.
     """
@@ -132,6 +132,7 @@ class StepObserver:
     def begin_plain_step(self, num_transition_steps: int) -> None:
         """Measure plain decoding in the next step, unless it is one of this many plain steps after drafts."""
         self._times.num_transition_steps = num_transition_steps
+        self.steps_since_plain = 0
 
     def end_warmup(self) -> None:
         """End the warm-up, because the costs are known or not needed."""
@@ -177,7 +178,7 @@ class StepObserver:
         num_candidates = self._current.num_candidates
         self.num_others = max(0, len(outcomes) - num_candidates) if num_candidates else 0
         self._current = self._current._replace(num_candidates=0)
-        self.steps_since_plain = self.steps_since_plain + 1 if longest else 0
+        self.steps_since_plain = self.steps_since_plain + (longest > 0) if self.is_drafting else 0
         if self.warmup_step < len(WARMUP_NODES) and outcomes:
             self.warmup_step += 1
             if self.warmup_step == FEW_PLAIN_STEPS and len(outcomes) <= FEW_REQUESTS:
@@ -239,7 +240,6 @@ class StepObserver:
         self._num_unobserved += 1
         self.step += 1
         self._current = self._current._replace(num_candidates=0)
-        self.steps_since_plain = 0
         self.credit.record_skipped_step(is_observed)
         return True
 

@@ -63,7 +63,7 @@ class PlainRun:
         """Return whether the next step belongs to a run.
 
         Args:
-            steps_since_plain: steps with drafts since the last plain step.
+            steps_since_plain: steps with drafts since the last run or pause.
             interval: of them between two runs, for a load that is not new.
             gain: predicted gain of drafts.
             is_typical: the pass has the size of a plain step. A run waits for such a step, MAX_PLAIN_INTERVAL at most.
