@@ -67,7 +67,7 @@ def test_costs_learn_from_two_of_many_sizes_that_waited_and_in_time_from_all() -
     known = []
     for _ in range(4):
         for size in sizes:
-            record(observer, draft(1.2)._replace(num_pass_tokens=size))
+            record(observer, draft(1.2)._replace(num_requests=size - 3, num_pass_tokens=size))
         observer.settle()
         known.append({size for size in sizes if observer.costs.curve.get_confidence(size) > 0.0})
     assert 20 in known[0], "the size that occurs most often"

@@ -143,8 +143,8 @@ class AdaptiveLengthPolicy:
         """Decide for no draft again; see `DraftLengthPolicy.repeat_none`."""
         if self._probes.slots or not self._plan.covers(kinds):
             return False
-        if self.observer.is_drafting:  # a run of plain steps is as fast as plain decoding if it decides as little
-            can_repeat = self.decision.reason == "measure" and self._plain_run.take_next(num_requests)
+        if self.observer.is_drafting and self.decision.reason == "measure":  # it decides as little as plain decoding
+            can_repeat = self._plain_run.take_next(num_requests, self.observer.is_disturbed)
         else:
             can_repeat = self._would_draft_nothing_again(num_requests)
         if can_repeat:
@@ -154,7 +154,8 @@ class AdaptiveLengthPolicy:
     def _would_draft_nothing_again(self, num_requests: int) -> bool:
         """Return whether drafting stays paused, and no probe can start now."""
         return (
-            self.decision.nodes == 0  # otherwise the last decision cannot be repeated
+            not self.observer.is_drafting
+            and self.decision.nodes == 0  # otherwise the last decision cannot be repeated
             and self._plan.can_be_kept  # this step computes no new plan
             and (self._plan.plan.speedup <= 1.0 + RESUMPTION_GAIN or not self._plan.is_resumption_due)  # it pauses on
             and self.observer.step < self._probes.next_step  # no probe is due
@@ -186,8 +187,8 @@ class AdaptiveLengthPolicy:
         gain, num_requests = plan.speedup - 1.0, observer.num_requests
         interval = compute_plain_interval(gain, count_run_steps(gain), self.curve.get_confidence(num_requests))
         is_typical = num_pass_tokens == num_requests  # no prompt, and all requests can draft
-        can_measure = is_drafting and not observer.has_fixed
-        if can_measure and self._plain_run.take_step(observer.steps_since_plain, interval, gain, is_typical):
+        due = observer.steps_since_plain, interval, gain, is_typical, observer.is_disturbed
+        if is_drafting and not observer.has_fixed and self._plain_run.take_step(*due):
             observer.begin_plain_step(self._plain_run.num_transition_steps)
             return "measure", {}
         was_probing = bool(self._probes.slots)

@@ -70,7 +70,9 @@ class KindBudget:
         if self._is_paused:
             if self.decision.reason != "guard" or self._can_resume:
                 return False
-        elif self.decision.reason != "measure" or not self._plain_run.take_next(num_requests):
+        elif self.decision.reason != "measure" or not self._plain_run.take_next(
+            num_requests, self._observer.is_disturbed
+        ):
             return False
         if self.decision.nodes:
             return False
@@ -98,7 +100,7 @@ class KindBudget:
         confidence = observer.costs.curve.get_confidence(num_requests)
         interval = compute_plain_interval(gain, count_run_steps(gain), confidence)
         is_typical = num_pass_tokens == num_requests
-        if not self._plain_run.take_step(observer.steps_since_plain, interval, gain, is_typical):
+        if not self._plain_run.take_step(observer.steps_since_plain, interval, gain, is_typical, observer.is_disturbed):
             return "pays"
         observer.begin_plain_step(self._plain_run.num_transition_steps)
         return "measure"

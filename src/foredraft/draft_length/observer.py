@@ -46,6 +46,7 @@ class FinishedStep(NamedTuple):
     step: int
     has_fixed: bool
     num_steps: int  # steps since the last report that was evaluated
+    is_disturbed: bool  # soon after a rare prompt
 
 
 class StepObserver:
@@ -120,6 +121,11 @@ class StepObserver:
         return self.is_resting and self.credit.observing_share > MAX_OBSERVING_SHARE
 
     @property
+    def is_disturbed(self) -> bool:
+        """Whether the time of the next step will not be typical, because it is soon after a prompt."""
+        return self._times.prompts.is_disturbed
+
+    @property
     def num_requests(self) -> int:
         """Requests that get a token in the current step, as far as the last steps show those that cannot draft."""
         return self._current.num_candidates + self.num_others
@@ -168,10 +174,14 @@ class StepObserver:
         """Update cost, survival and time credit from a finished step."""
         outcomes = report.outcomes
         longest = max([o.granted_nodes for o in outcomes], default=0)
+        is_disturbed = self.is_disturbed
+        num_drafted = sum([o.num_drafted for o in outcomes]) if longest else 0
+        self._times.prompts.record(report.num_pass_tokens - num_drafted > report.num_requests)
         if not longest and self._skip(report.is_observed):
             return
-        self._waiting.append(FinishedStep(report, longest, self.step, self.has_fixed, self._num_unobserved + 1))
-        if not self._can_wait(report, longest):
+        num_steps = self._num_unobserved + 1
+        self._waiting.append(FinishedStep(report, longest, self.step, self.has_fixed, num_steps, is_disturbed))
+        if not can_wait(self, self._waiting):
             self.settle()
         self._num_unobserved = 0
         # After a step without candidates, its requests may become candidates, so they are not counted as others.
@@ -194,21 +204,9 @@ class StepObserver:
             self._waiting.clear()
             self._times.record_all(merge_equal_steps(steps) if len(steps) > 1 else steps)
 
-    def _can_wait(self, report: StepReport, longest: int) -> bool:
-        """Return whether no decision depends on the newest report at once, and the time credit covers all that wait.
-
-        Predictions of the drafter do not wait: they show at once that a request has become easier.
-        """
-        if not longest or not self.is_drafting or self.is_warming_up or len(self._waiting) == MAX_WAITING:
-            return False
-        waiting_seconds = sum([finished.report.step_time for finished in self._waiting])
-        is_covered = waiting_seconds <= MAX_WAITING_SHARE * self.credit.available * self.costs.slowdown
-        has_predictions = any(o.confidences for o in report.outcomes)
-        return self.credit.is_ample and is_covered and not has_predictions
-
     def _record_outcomes(self, finished: FinishedStep) -> TimedStep:
         """Update survival and unread tokens, and return the step, which costs and time credit are updated from."""
-        report, longest, step, has_fixed, num_steps = finished
+        report, longest, step, has_fixed, num_steps, is_disturbed = finished
         slots = [o.slot for o in report.outcomes if o.granted_nodes > 0]  # requests that were granted a draft
         nodes = sum([o.num_drafted for o in report.outcomes])
         num_accepted = sum([len(o.accepted_nodes) for o in report.outcomes])
@@ -222,7 +220,7 @@ class StepObserver:
                 survival.record_idle(o.slot, num_steps)
         if not longest:
             survival.record_pause(num_steps)
-        return TimedStep(report, longest, nodes, unread, newcomers, has_fixed, num_accepted, num_steps)
+        return TimedStep(report, longest, nodes, unread, newcomers, has_fixed, num_accepted, num_steps, 1, is_disturbed)
 
     def _skip(self, is_observed: bool) -> bool:
         """Skip the report of a step without drafts, to save time, if nothing is learnt from it.
@@ -248,3 +246,17 @@ class StepObserver:
         self.settle()
         self.survival.forget(slots)
         self.unread.forget(slots)
+
+
+def can_wait(observer: StepObserver, waiting: Sequence[FinishedStep]) -> bool:
+    """Return whether no decision depends on the newest report at once, and the time credit covers all that wait.
+
+    Predictions of the drafter do not wait: they show at once that a request has become easier.
+    """
+    newest = waiting[-1]
+    if not newest.longest or not observer.is_drafting or observer.is_warming_up or len(waiting) == MAX_WAITING:
+        return False
+    waiting_seconds = sum([finished.report.step_time for finished in waiting])
+    is_covered = waiting_seconds <= MAX_WAITING_SHARE * observer.credit.available * observer.costs.slowdown
+    has_predictions = any(o.confidences for o in newest.report.outcomes)
+    return observer.credit.is_ample and is_covered and not has_predictions

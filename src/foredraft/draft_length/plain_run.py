@@ -59,7 +59,9 @@ class PlainRun:
         self._load, self._max_interval = load, FIRST_INTERVAL
         return has_grown
 
-    def take_step(self, steps_since_plain: int, interval: float, gain: float, is_typical: bool = True) -> bool:
+    def take_step(
+        self, steps_since_plain: int, interval: float, gain: float, is_typical: bool = True, is_disturbed: bool = False
+    ) -> bool:
         """Return whether the next step belongs to a run.
 
         Args:
@@ -67,6 +69,7 @@ class PlainRun:
             interval: of them between two runs, for a load that is not new.
             gain: predicted gain of drafts.
             is_typical: the pass has the size of a plain step. A run waits for such a step, MAX_PLAIN_INTERVAL at most.
+            is_disturbed: the step is soon after a prompt.
         """
         is_clear = gain >= CLEAR_GAIN
         max_interval = max(self._max_interval, CLEAR_INTERVAL) if is_clear else self._max_interval
@@ -75,20 +78,26 @@ class PlainRun:
             is_first = self._max_interval == FIRST_INTERVAL
             self._begin(count_transition_steps(gain), NUM_FIRST_MEASURED if is_first and not is_clear else NUM_MEASURED)
             self._max_interval *= 2
-        return self._take()
+        return self._take(is_disturbed)
 
-    def take_next(self, load: int) -> bool:
-        """Return whether the next step belongs to a run that has begun; False at another load (`adapt_to_load`)."""
-        return self._is_load_similar(load) and self._take()
+    def take_next(self, load: int, is_disturbed: bool = False) -> bool:
+        """Return whether the next step belongs to a run that has begun; False at another load (`adapt_to_load`).
+
+        Args:
+            load: requests whose draft length may change.
+            is_disturbed: the step is soon after a prompt.
+        """
+        return self._is_load_similar(load) and self._take(is_disturbed)
 
     def _is_load_similar(self, load: int) -> bool:
         return self._load / 2 <= load < self._load * 2
 
-    def _take(self) -> bool:
-        """Return whether a step is left, and take it."""
+    def _take(self, is_disturbed: bool) -> bool:
+        """Return whether a step is left, and take it. A step that is disturbed is none of those that count."""
         if not self._left:
             return False
-        self._left -= 1
+        if not is_disturbed or self._left > NUM_MEASURED:
+            self._left -= 1
         return True
 
     def stop(self) -> None:

@@ -88,11 +88,16 @@ class StepCosts:
         if predicted > 0.0:
             self.slowdown *= 1.0 + weight * (_compute_ratio(seconds, predicted) - 1.0)
 
+    def predict(self, report: StepReport, longest: int, nodes: int, unread: int, newcomers: int) -> float:
+        """Return the predicted seconds of forward pass and drafter; arguments of `record`."""
+        size = report.num_requests, report.num_pass_tokens, report.num_logit_rows, report.attended_tokens
+        return self.curve.predict(*size) + self.draft_cost.predict(
+            len(report.outcomes), longest, nodes, unread, newcomers
+        )
+
     def clip(self, report: StepReport, longest: int, nodes: int, unread: int, newcomers: int) -> float:
         """Return the seconds of a step that changes no cost, clipped if they are an outlier; arguments of `record`."""
-        size = report.num_requests, report.num_pass_tokens, report.num_logit_rows, report.attended_tokens
-        predicted = self.curve.predict(*size)
-        predicted += self.draft_cost.predict(len(report.outcomes), longest, nodes, unread, newcomers)
+        predicted = self.predict(report, longest, nodes, unread, newcomers)
         return min(report.step_time / self.slowdown, MAX_CLIPPED_RATIO * predicted)
 
     def estimate_draft(self, longest: int, nodes: int, num_pass_tokens: int) -> float:

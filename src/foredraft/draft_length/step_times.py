@@ -10,6 +10,7 @@ from typing import NamedTuple
 from foredraft.draft_length.credit import DEFAULT_TERMS, CreditTerms, TimeCredit
 from foredraft.draft_length.plain_run import MIN_TRANSITION_STEPS
 from foredraft.draft_length.policy import StepReport
+from foredraft.draft_length.prompt_monitor import PromptMonitor
 from foredraft.draft_length.step_costs import StepCosts
 
 OUTLIER_FACTOR = 1.5  # a time of a merged step counts at most as this multiple of their median
@@ -30,6 +31,7 @@ class TimedStep(NamedTuple):
     num_accepted: float  # accepted draft nodes of all requests
     num_steps: int = 1  # steps since the last one that was recorded
     num_equal: int = 1  # steps of this size that it stands for
+    is_disturbed: bool = False  # soon after a rare prompt, so its time is not typical
 
     @property
     def size(self) -> tuple[int, ...]:
@@ -38,6 +40,7 @@ class TimedStep(NamedTuple):
         return (
             report.num_requests, report.num_pass_tokens, report.num_logit_rows, len(report.outcomes),
             report.is_observed, self.longest, self.nodes, self.unread, self.newcomers, self.has_fixed,
+            self.is_disturbed,
         )  # fmt: skip
 
 
@@ -79,6 +82,7 @@ class StepTimes:
     Attributes:
         num_transition_steps: the same for the following steps; runs of plain steps differ (`plain_run.py`).
         credit: time that drafting has saved and may lose again.
+        prompts: steps since the last prompt.
     """
 
     def __init__(
@@ -90,6 +94,7 @@ class StepTimes:
         self.costs = costs
         self.num_transition_steps = num_transition_steps
         self.credit = TimeCredit(terms)
+        self.prompts = PromptMonitor()
         self._num_plain = 0  # plain steps since the last draft
         self._num_drafts = 0  # steps with drafts since the last pause
         self._turn = 0  # chooses among steps that waited together (`record_all`)
@@ -120,6 +125,9 @@ class StepTimes:
         A plain step soon after drafts, or one of the first, changes no cost. The first drafts after a pause show what
         they cost and not how fast the machine is: caches hold what plain decoding needs. The first plain steps after
         drafts show the same of plain decoding. If they seemed to show a faster machine, drafts would seem faster too.
+
+        A step soon after a rare prompt changes no cost either. It changes the credit as if it had taken what is
+        predicted, because a step without drafts would have been as slow.
         """
         if step.longest and self._num_plain > self.num_transition_steps:
             self._num_drafts = 0
@@ -128,7 +136,9 @@ class StepTimes:
         is_new = self._num_drafts < NUM_NEW_DRAFTS if step.longest else has_drafted and self._num_plain <= NUM_NEW_PLAIN
         self._num_drafts += step.num_equal if step.longest else 0
         seconds = step.report.step_time
-        if not changes_costs:
+        if step.is_disturbed:
+            seconds = self.costs.predict(step.report, step.longest, step.nodes, step.unread, step.newcomers)
+        elif not changes_costs:
             seconds = self.costs.clip(step.report, step.longest, step.nodes, step.unread, step.newcomers)
         elif step.longest or self._num_plain > self.num_transition_steps:
             seconds = self.costs.record(step.report, step.longest, step.nodes, step.unread, step.newcomers, is_new)
