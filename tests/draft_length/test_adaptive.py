@@ -340,13 +340,15 @@ def test_a_step_without_drafts_is_decided_without_its_candidates_until_something
     world = SimulatedEngine(bend, draft=1.0, load=lambda step: 4, accept=constant(0.3))
     lengths, _ = simulate(world, 1000)
     candidates = [DraftCandidate(slot, 4) for slot in range(4)]
+    report = StepReport(4, 4, 4, 400, 0.0, 1.0, tuple(DraftOutcome(c.slot, 0, 0) for c in candidates))
     while any(lengths.allocate(candidates, 4)):  # the end of a probe
-        lengths.record_step(StepReport(4, 4, 4, 400, 0.0, 1.0, tuple(DraftOutcome(c.slot, 0, 0) for c in candidates)))
+        lengths.record_step(report)
     counts = lengths.counts.total()
     assert lengths.repeat_none(4, {0})
-    assert lengths.counts.total() == counts + 1
+    lengths.record_step(report)
     assert not lengths.repeat_none(4, {0, 1}), "a new kind of request has no plan"
     assert not lengths.repeat_none(64, {0}), "a new load has a plan of its own"
+    assert lengths.counts.total() == counts + 1
     lengths.observer.step = lengths._probes.next_step
     assert not lengths.repeat_none(4, {0}), "a probe is due"
 

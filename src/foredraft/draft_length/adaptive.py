@@ -23,7 +23,8 @@ from foredraft.draft_length.plain_run import PlainRun, count_run_steps
 from foredraft.draft_length.planner import LengthPlan, cut_nodes
 from foredraft.draft_length.policy import DecisionReason, LengthDecision, StepReport
 from foredraft.draft_length.prober import Prober
-from foredraft.draft_length.probes import PROBE_NODES
+from foredraft.draft_length.probes import PROBE_NODES, ProbeSchedule
+from foredraft.draft_length.quiet_spell import QuietSpell
 
 # Pausing and resuming
 GAIN_MARGIN = 0.01  # a predicted gain below -GAIN_MARGIN pauses drafting
@@ -67,6 +68,7 @@ class AdaptiveLengthPolicy:
         self._prober = Prober(self.observer)
         self._held = HeldDecision()
         self._plain_run = PlainRun()
+        self._quiet = QuietSpell()
         self._probes = self._prober.schedule  # when the next probe is due, and the slots of the current one
 
     @property
@@ -89,6 +91,7 @@ class AdaptiveLengthPolicy:
     def allocate(self, candidates: Candidates, num_pass_tokens: int, attended_tokens: int = 0) -> list[int]:
         """Grant draft nodes for the next step; arguments as in `DraftLengthPolicy.allocate`."""
         observer = self.observer
+        self._end_quiet_spell()
         if self.decision.reason == "measure":
             self._plan.expire()  # the run has shown the cost of a plain step
         held = self._held.find(observer.step, num_pass_tokens, candidates)
@@ -141,6 +144,9 @@ class AdaptiveLengthPolicy:
 
     def repeat_none(self, num_requests: int, kinds: Set[int]) -> bool:
         """Decide for no draft again; see `DraftLengthPolicy.repeat_none`."""
+        if self._quiet.take_step(num_requests, kinds):
+            return True
+        self._end_quiet_spell()
         if self._probes.slots or not self._plan.covers(kinds):
             return False
         if self.observer.is_drafting and self.decision.reason == "measure":  # it decides as little as plain decoding
@@ -149,7 +155,21 @@ class AdaptiveLengthPolicy:
             can_repeat = self._would_draft_nothing_again(num_requests)
         if can_repeat:
             self._repeat(num_requests)
+            self._quiet.begin(num_requests, kinds, self._count_quiet_steps())
         return can_repeat
+
+    def _count_quiet_steps(self) -> int:
+        """Count the steps after this one that will repeat it for a batch of its size, whatever they take."""
+        if self.observer.is_drafting or self._plan.plan.speedup > 1.0 + RESUMPTION_GAIN:
+            return 0
+        return max(min(self._plan.num_kept_steps, self._probes.next_step - self.observer.step - 2), 0)
+
+    def _end_quiet_spell(self) -> None:
+        """Record the steps of the spell, before anything depends on them."""
+        num_requests = self._quiet.num_requests
+        for report in self._quiet.end():
+            self._repeat(num_requests)
+            self.observer.record_step(report)
 
     def _would_draft_nothing_again(self, num_requests: int) -> bool:
         """Return whether drafting stays paused, and no probe can start now."""
@@ -172,7 +192,7 @@ class AdaptiveLengthPolicy:
             return "start", {c.slot: nodes for c in adjustable[:MAX_WARMUP_REQUESTS]}
         if self._plain_run.adapt_to_load(len(adjustable)):
             observer.credit.limit_at_larger_load()
-        self._update_mode(plan, adjustable)
+        _update_mode(observer, self._plan, self._probes, plan, adjustable)
         is_drafting = observer.is_drafting
         granted = {c.slot: c.min_nodes for c in adjustable if c.min_nodes}
         reason: DecisionReason = "pays"
@@ -200,39 +220,49 @@ class AdaptiveLengthPolicy:
             reason = reason if is_drafting else "probe"
         return reason, _limit_to_credit(granted, observer, num_pass_tokens) if is_drafting else granted
 
-    def _update_mode(self, plan: LengthPlan, adjustable: Candidates) -> None:
-        """Resume drafting if it pays; pause it if it does not pay or the credit is used up.
-
-        Drafting resumes only with a credit of more than one plain step. The drafter then first has to catch up.
-        The credit lends the time for it (`TimeCredit.grant_loan`), if the gain of MAX_PAYBACK_STEPS repays it.
-        """
-        observer, credit, schedule = self.observer, self.observer.credit, self._probes
-        if observer.is_drafting:
-            pays = plan.speedup >= 1.0 - GAIN_MARGIN or self._plan.is_passing  # a step with a prompt pauses nothing
-            observer.is_drafting = pays and not credit.is_used_up
-            if credit.is_used_up:  # the plan was wrong, so the estimates behind it lose weight
-                observer.survival.discount_evidence()
-            if not observer.is_drafting:
-                schedule.postpone(observer.step)
-        elif (
-            plan.speedup > 1.0 + RESUMPTION_GAIN and credit.seconds > credit.plain_step_cost and _are_ready(adjustable)
-        ):
-            catch_up = observer.estimate_catch_up([c.slot for c in adjustable if plan.nodes_by_slot.get(c.slot)])
-            if catch_up <= MAX_PAYBACK_STEPS * (plan.speedup - 1.0) * credit.plain_step_cost:
-                observer.is_drafting = True
-                schedule.reset_interval()
-                credit.grant_loan(catch_up)
-
     def record_step(self, report: StepReport) -> None:
         """Update cost, survival and time credit from a finished step."""
-        self.observer.record_step(report)
+        if not self._quiet.keep(report):
+            self.observer.record_step(report)
 
     def forget(self, slots: Sequence[int]) -> None:
         """Drop the state of these slots: estimates, probe and plan."""
+        self._end_quiet_spell()
         self.observer.forget(slots)
         self._probes.forget(slots)
         self._plan.forget(slots)
         self._held.release()
+
+
+def _update_mode(
+    observer: StepObserver, current: CurrentPlan, schedule: ProbeSchedule, plan: LengthPlan, adjustable: Candidates
+) -> None:
+    """Resume drafting if it pays; pause it if it does not pay or the credit is used up.
+
+    Drafting resumes only with a credit of more than one plain step. The drafter then first has to catch up. The credit
+    lends the time for it (`TimeCredit.grant_loan`), if the gain of MAX_PAYBACK_STEPS repays it.
+
+    Args:
+        observer: estimates, whose `is_drafting` is set.
+        current: the plan in use, with its age.
+        schedule: that of probes.
+        plan: plan of this step.
+        adjustable: requests whose draft length may change.
+    """
+    credit = observer.credit
+    if observer.is_drafting:
+        pays = plan.speedup >= 1.0 - GAIN_MARGIN or current.is_passing  # a step with a prompt pauses nothing
+        observer.is_drafting = pays and not credit.is_used_up
+        if credit.is_used_up:  # the plan was wrong, so the estimates behind it lose weight
+            observer.survival.discount_evidence()
+        if not observer.is_drafting:
+            schedule.postpone(observer.step)
+    elif plan.speedup > 1.0 + RESUMPTION_GAIN and credit.seconds > credit.plain_step_cost and _are_ready(adjustable):
+        catch_up = observer.estimate_catch_up([c.slot for c in adjustable if plan.nodes_by_slot.get(c.slot)])
+        if catch_up <= MAX_PAYBACK_STEPS * (plan.speedup - 1.0) * credit.plain_step_cost:
+            observer.is_drafting = True
+            schedule.reset_interval()
+            credit.grant_loan(catch_up)
 
 
 def _are_ready(adjustable: Candidates) -> bool:

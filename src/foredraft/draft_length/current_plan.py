@@ -42,7 +42,12 @@ class CurrentPlan:
     @property
     def can_be_kept(self) -> bool:
         """Whether no new plan is due in the next step while drafting is paused."""
-        return self._key is not None and self._age + 1 < get_paused_lifetime(self._observer.is_resting)
+        return self.num_kept_steps > 0
+
+    @property
+    def num_kept_steps(self) -> int:
+        """Number of steps from the next one on in which no new plan is due, while drafting is paused."""
+        return max(get_paused_lifetime(self._observer.is_resting) - 1 - self._age, 0) if self._key is not None else 0
 
     @property
     def is_resumption_due(self) -> bool:
