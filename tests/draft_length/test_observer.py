@@ -9,6 +9,7 @@ from foredraft.draft_length.credit import DEFAULT_TERMS, MIN_LOSS_ALLOWANCE
 from foredraft.draft_length.observer import MAX_IDLE_STEPS, MAX_WAITING, WARMUP_NODES, StepObserver
 from foredraft.draft_length.plain_run import MIN_TRANSITION_STEPS
 from foredraft.draft_length.policy import DraftCandidate, DraftOutcome, StepReport
+from foredraft.draft_length.prompt_monitor import MIN_DISTANCE, NUM_DISTURBED
 
 PLAIN = StepReport(1, 1, 1, 50, 0.0, 1.0, (DraftOutcome(0, 0, 0),))
 
@@ -168,6 +169,48 @@ def test_plain_steps_soon_after_drafts_are_not_evaluated_and_add_their_allowance
     assert counts == [0] * 6 + [7, 8]
     earned = 8 * DEFAULT_TERMS.allowance * observer.credit.plain_step_cost
     assert observer.credit.seconds - before == pytest.approx(earned, rel=0.1)
+
+
+def disturb(observer: StepObserver) -> None:
+    """Record a prompt after so many steps without one that the next steps are disturbed."""
+    for _ in range(MIN_DISTANCE):
+        record(observer, draft(1.2))
+    record(observer, PLAIN._replace(num_pass_tokens=65, step_time=5.0))
+    observer.settle()
+    assert observer.is_disturbed
+
+
+@pytest.mark.parametrize("accepted", [(), (1, 2)])
+def test_steps_soon_after_a_prompt_change_no_cost_and_the_credit_as_predicted(accepted: Sequence[int]) -> None:
+    """Fault: plain steps right after a prompt, which are slow, were taken for plain decoding."""
+    found = []
+    for seconds in (1.2, 2.4):
+        observer = start()
+        disturb(observer)
+        costs = observer.costs
+        known = costs.curve.predict(1, 4, 4, 200), costs.draft_cost.predict(1, 3, 3), costs.slowdown
+        for _ in range(NUM_DISTURBED):
+            assert observer.is_disturbed
+            record(observer, draft(seconds, accepted))
+        observer.settle()
+        assert (costs.curve.predict(1, 4, 4, 200), costs.draft_cost.predict(1, 3, 3), costs.slowdown) == known
+        found.append(observer.credit.seconds)
+        assert not observer.is_disturbed
+        record(observer, draft(seconds, accepted))
+        observer.settle()
+        assert costs.slowdown != known[-1]
+    assert found[0] == found[1]
+
+
+def test_a_step_after_a_prompt_is_not_merged_with_others_of_its_size() -> None:
+    observer = start()
+    disturb(observer)
+    cost = observer.costs.curve.predict(1, 4, 4, 200)
+    for seconds in [1.8] * NUM_DISTURBED + [1.2] * 4:
+        record(observer, draft(seconds))
+    assert len(observer._waiting) > NUM_DISTURBED
+    observer.settle()
+    assert observer.costs.curve.predict(1, 4, 4, 200) == pytest.approx(cost, rel=0.02)
 
 
 def test_a_step_with_a_prompt_does_not_postpone_the_run_of_plain_steps() -> None:

@@ -122,3 +122,12 @@ def test_a_run_goes_on_without_an_interval_at_a_similar_load_alone() -> None:
     assert run.take_step(FIRST_INTERVAL, 1000.0, GAIN)
     assert not run.take_next(8)
     assert [run.take_next(7) for _ in range(FIRST_RUN_STEPS)] == [True] * (FIRST_RUN_STEPS - 1) + [False]
+
+
+def test_steps_soon_after_a_prompt_are_none_of_those_that_count() -> None:
+    run = PlainRun()
+    run.adapt_to_load(4)
+    taken = [run.take_step(FIRST_INTERVAL, 1000.0, GAIN)]
+    taken += [run.take_next(4, is_disturbed=True) for _ in range(FIRST_RUN_STEPS)]
+    taken += [run.take_next(4) for _ in range(NUM_MEASURED + 1)]
+    assert taken == [True] * (1 + FIRST_RUN_STEPS + NUM_MEASURED) + [False]
