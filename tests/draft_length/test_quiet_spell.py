@@ -54,8 +54,8 @@ def run_steps(is_quiet: bool, num_requests: int, seed: int) -> tuple[AdaptiveLen
             granted = lengths.allocate([DraftCandidate(slot, 8) for slot in slots], num_requests)
         decisions.append(tuple(granted))
         rate = 0.9 if step > 1500 else 0.05
-        noise, draws = chance.uniform(0.95, 1.05), [chance.random() for _ in range(8)]
-        accepted = next((i for i, draw in enumerate(draws) if draw > rate), 8)
+        noise, uniforms = chance.uniform(0.95, 1.05), [chance.random() for _ in range(8)]
+        accepted = next((i for i, u in enumerate(uniforms) if u > rate), 8)
         outcomes = tuple(
             DraftOutcome(slot, n, n, tuple(range(1, min(n, accepted) + 1)))
             for slot, n in zip(slots, granted, strict=True)
