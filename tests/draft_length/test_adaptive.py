@@ -280,11 +280,17 @@ def test_no_request_exceeds_its_limit_and_a_requested_length_is_a_limit():
 
 def test_a_drafter_that_never_pays_comes_to_rest_and_a_probe_does_not_end_it():
     world = SimulatedEngine(bend, draft=1.0, load=lambda step: 4, life=40, accept=constant(0.3))
-    lengths, resting = adaptive(world), []
+    lengths, resting, drafting = adaptive(world), [], []
     record = lengths.record_step
-    lengths.record_step = lambda report: (record(report), resting.append(lengths.is_resting))  # type: ignore[assignment]
+
+    def record_step(report: StepReport) -> None:
+        record(report)
+        resting.append(lengths.is_resting)
+        drafting.append(lengths.observer.is_drafting)
+
+    lengths.record_step = record_step  # type: ignore[method-assign]
     totals = run(world, lengths, 5000)
-    assert not any(resting[:RESTING_STEPS])
+    assert not any(is_resting and is_drafting for is_resting, is_drafting in zip(resting, drafting, strict=True))
     assert all(resting[-4000:])
     assert "probe" in totals.reasons[-4000:]
 
@@ -351,6 +357,31 @@ def test_a_step_without_drafts_is_decided_without_its_candidates_until_something
     assert lengths.counts.total() == counts + 1
     lengths.observer.step = lengths._probes.next_step
     assert not lengths.repeat_none(4, {0}), "a probe is due"
+
+
+def test_a_pause_that_only_the_credit_prolongs_is_observed_and_planned_when_it_may_end():
+    """Fault: a drafter at rest was observed, and every eighth step decided, while the credit could not end the pause."""
+    lengths, _ = simulate(SimulatedEngine(accept=constant(0.8), load=lambda step: 2), 300)
+    candidates = [DraftCandidate(slot, 8) for slot in range(2)]
+    report = StepReport(2, 2, 2, 100, 0.0, 1.0, tuple(DraftOutcome(c.slot, 0, 0) for c in candidates))
+    lengths.observer.settle()
+    credit = lengths.observer.credit
+    credit.seconds, credit.observing_share = -0.2 * credit.plain_step_cost, 0.05
+    lengths._held.release()
+    assert not any(lengths.allocate(candidates, 2))
+    assert lengths.decision.reason == "guard"
+    needed, num_repeated = [], 0
+    for _ in range(200):
+        needed.append(lengths.needs_observation)
+        lengths.record_step(report)
+        if lengths.repeat_none(2, {0}):
+            num_repeated += 1
+        elif any(lengths.allocate(candidates, 2)):
+            break
+    assert 110 < len(needed) < 140, "the credit has to earn 1.2 plain steps"
+    assert not any(needed[:40])
+    assert all(needed[-40:])
+    assert num_repeated > 100
 
 
 def test_a_run_of_plain_steps_decides_without_candidates_and_plans_anew_after_it():

@@ -6,7 +6,7 @@ import pytest
 
 from foredraft.draft_length.costs import CostCurve
 from foredraft.draft_length.credit import DEFAULT_TERMS, MIN_LOSS_ALLOWANCE
-from foredraft.draft_length.observer import MAX_IDLE_STEPS, MAX_WAITING, WARMUP_NODES, StepObserver
+from foredraft.draft_length.observer import MAX_IDLE_STEPS, MAX_WAITING, RESTING_STEPS, WARMUP_NODES, StepObserver
 from foredraft.draft_length.plain_run import MIN_TRANSITION_STEPS
 from foredraft.draft_length.policy import DraftCandidate, DraftOutcome, StepReport
 from foredraft.draft_length.prompt_monitor import MIN_DISTANCE, NUM_DISTURBED
@@ -229,6 +229,32 @@ def test_a_step_with_a_prompt_does_not_postpone_the_run_of_plain_steps() -> None
     for _ in range(16):
         record(observer, PLAIN)
     assert observer.steps_since_plain == 0, "the plain steps of a pause measure the same"
+
+
+@pytest.mark.parametrize(("credit_steps", "rests_at_once"), [(-0.5, True), (0.3, True), (0.4, False), (5.0, False)])
+def test_drafting_rests_at_once_if_the_credit_cannot_end_the_pause_earlier(
+    credit_steps: float, rests_at_once: bool
+) -> None:
+    """Fault: such pauses were observed for 64 steps, for 5 % of a step of `eagle3`, and no draft could follow."""
+    observer = start()
+    assert not observer.is_resting
+    observer.is_drafting = False
+    observer.credit.seconds = credit_steps * observer.credit.plain_step_cost
+    for i in range(RESTING_STEPS + 1):
+        assert observer.is_resting == (rests_at_once or i >= RESTING_STEPS - 1)
+        assert observer.is_paused_long == (i >= RESTING_STEPS - 1)
+        record(observer, PLAIN)
+
+
+def test_drafting_does_not_rest_while_fixed_lengths_draft() -> None:
+    observer = start()
+    observer.is_drafting, observer.credit.seconds = False, 0.0
+    observer.begin_step(1, has_fixed=True)
+    assert not observer.is_resting
+    observer.record_step(draft(1.2))
+    assert not observer.is_resting
+    record(observer, PLAIN)
+    assert observer.is_resting
 
 
 def test_a_drafter_at_rest_earns_less_only_in_steps_that_it_observes() -> None:

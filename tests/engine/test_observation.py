@@ -5,12 +5,24 @@ from typing import Any
 import pytest
 
 from foredraft import Sampling
+from foredraft.draft_length.policy import FixedLengthPolicy
 from foredraft.drafters.spec import DrafterSpec
 from foredraft.engine.observation import choose_hidden_layers
 from foredraft.request import Batch
 from tests.support import engine_fakes
 
 LAYERS = (1, 2)
+
+
+class ObservingPolicy(FixedLengthPolicy):
+    """Policy that wants hidden states in every step, or in none."""
+
+    def __init__(self, is_needed: bool) -> None:
+        self._is_needed = is_needed
+
+    @property
+    def needs_observation(self) -> bool:
+        return self._is_needed
 
 
 def make_batch(lacks: tuple[bool, ...]) -> Batch:
@@ -36,4 +48,4 @@ def make_batch(lacks: tuple[bool, ...]) -> Batch:
 )
 def test_the_layers_of_a_step(missed: Any, lacks: tuple[bool, ...], is_needed: bool, expected: tuple[int, ...]) -> None:
     spec = DrafterSpec(4, LAYERS, missed_states=missed)
-    assert choose_hidden_layers(make_batch(lacks), spec, is_needed) == expected
+    assert choose_hidden_layers(make_batch(lacks), spec, ObservingPolicy(is_needed)) == expected

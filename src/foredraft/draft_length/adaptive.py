@@ -15,20 +15,19 @@ from collections import Counter
 from collections.abc import Sequence, Set
 
 from foredraft.draft_length.costs import CostCurve, DraftCost
-from foredraft.draft_length.current_plan import Candidates, CurrentPlan
+from foredraft.draft_length.current_plan import RESUMPTION_GAIN, Candidates, CurrentPlan
 from foredraft.draft_length.held_decision import HeldDecision
 from foredraft.draft_length.intervals import compute_plain_interval
-from foredraft.draft_length.observer import WARMUP_NODES, StepObserver
+from foredraft.draft_length.observer import RESTING_STEPS, WARMUP_NODES, StepObserver
 from foredraft.draft_length.plain_run import PlainRun, count_run_steps
 from foredraft.draft_length.planner import LengthPlan, cut_nodes
 from foredraft.draft_length.policy import DecisionReason, LengthDecision, StepReport
 from foredraft.draft_length.prober import Prober
 from foredraft.draft_length.probes import PROBE_NODES, ProbeSchedule
-from foredraft.draft_length.quiet_spell import QuietSpell
+from foredraft.draft_length.quiet_spell import MAX_QUIET_STEPS, QuietSpell
 
 # Pausing and resuming
 GAIN_MARGIN = 0.01  # a predicted gain below -GAIN_MARGIN pauses drafting
-RESUMPTION_GAIN = 0.02  # a predicted gain above this resumes it: estimates are less certain then
 MAX_PAYBACK_STEPS = 100  # drafting resumes only if the gain of this many steps repays the time to catch up
 MAX_WARMUP_REQUESTS = 2  # requests that draft during warm-up
 MIN_READY_SHARE = 0.75  # of the requests: drafting resumes only if this many can draft
@@ -86,7 +85,7 @@ class AdaptiveLengthPolicy:
         """Whether the drafter observes the current step. At rest it observes for probes, if observing takes long."""
         if not self.observer.can_miss_steps:
             return True
-        return self._plan.plan.speedup > 1.0 + RESUMPTION_GAIN or self._probes.is_due(self.observer.step)
+        return self._plan.can_resume_within(RESTING_STEPS) or self._probes.is_due(self.observer.step)
 
     def allocate(self, candidates: Candidates, num_pass_tokens: int, attended_tokens: int = 0) -> list[int]:
         """Grant draft nodes for the next step; arguments as in `DraftLengthPolicy.allocate`."""
@@ -160,7 +159,7 @@ class AdaptiveLengthPolicy:
 
     def _count_quiet_steps(self) -> int:
         """Count the steps after this one that will repeat it for a batch of its size, whatever they take."""
-        if self.observer.is_drafting or self._plan.plan.speedup > 1.0 + RESUMPTION_GAIN:
+        if self.observer.is_drafting or self._plan.can_resume_within(MAX_QUIET_STEPS):
             return 0
         return max(min(self._plan.num_kept_steps, self._probes.next_step - self.observer.step - 2), 0)
 
@@ -177,7 +176,7 @@ class AdaptiveLengthPolicy:
             not self.observer.is_drafting
             and self.decision.nodes == 0  # otherwise the last decision cannot be repeated
             and self._plan.can_be_kept  # this step computes no new plan
-            and (self._plan.plan.speedup <= 1.0 + RESUMPTION_GAIN or not self._plan.is_resumption_due)  # it pauses on
+            and not (self._plan.is_resumption_due and self._plan.can_resume_within(MAX_QUIET_STEPS))  # it pauses on
             and self.observer.step < self._probes.next_step  # no probe is due
             and self._probes.is_load_similar(num_requests)  # nor is a plan for a new load
         )
@@ -257,7 +256,7 @@ def _update_mode(
             observer.survival.discount_evidence()
         if not observer.is_drafting:
             schedule.postpone(observer.step)
-    elif plan.speedup > 1.0 + RESUMPTION_GAIN and credit.seconds > credit.plain_step_cost and _are_ready(adjustable):
+    elif plan.speedup > 1.0 + RESUMPTION_GAIN and credit.can_resume_within(0) and _are_ready(adjustable):
         catch_up = observer.estimate_catch_up([c.slot for c in adjustable if plan.nodes_by_slot.get(c.slot)])
         if catch_up <= MAX_PAYBACK_STEPS * (plan.speedup - 1.0) * credit.plain_step_cost:
             observer.is_drafting = True

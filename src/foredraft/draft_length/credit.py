@@ -16,6 +16,7 @@ AMPLE_CREDIT_STEPS = MAX_CREDIT_STEPS / 2  # credit, in plain steps, from which 
 NEW_LOAD_STEPS = 8.0  # credit, in plain steps, that is kept at a load twice as large or larger
 MIN_AVAILABLE_STEPS = 2.0  # plain steps of credit that always count as available, so that short drafts stay possible
 MAX_LOAN_STEPS = MAX_CREDIT_STEPS / 2  # upper limit on a loan, in plain steps
+MIN_CREDIT_TO_RESUME = 1.0  # credit, in plain steps, above which drafting may resume after a pause
 GAIN_WINDOW = 32.0  # steps with drafts over which the gain is averaged
 
 
@@ -85,6 +86,11 @@ class TimeCredit:
     @property
     def is_ample(self) -> bool:
         return self.available >= AMPLE_CREDIT_STEPS * self.plain_step_cost
+
+    def can_resume_within(self, num_steps: int) -> bool:
+        """Return whether so many steps without drafts make the credit exceed MIN_CREDIT_TO_RESUME."""
+        income = self._terms.allowance * num_steps * self.plain_step_cost
+        return self.seconds + income > MIN_CREDIT_TO_RESUME * self.plain_step_cost
 
     def grant_loan(self, seconds: float) -> None:
         """Allow the credit to fall below 0 by these seconds, but by MAX_LOAN_STEPS at most."""

@@ -10,6 +10,7 @@ from foredraft.draft_length.policy import DraftCandidate
 
 Candidates = Sequence[DraftCandidate]
 
+RESUMPTION_GAIN = 0.02  # a predicted gain above this ends a pause: estimates are less certain then
 MAX_FEW_REQUESTS = 4  # a plan for so few requests that drafts nothing ends with any of them
 # Steps in a row with prompts that have plans of their own. A longer run of them is treated like any batch: each plan
 # takes time, and drafting may have to be paused or resumed.
@@ -47,12 +48,16 @@ class CurrentPlan:
     @property
     def num_kept_steps(self) -> int:
         """Number of steps from the next one on in which no new plan is due, while drafting is paused."""
-        return max(get_paused_lifetime(self._observer.is_resting) - 1 - self._age, 0) if self._key is not None else 0
+        return max(get_paused_lifetime(self._observer.is_paused_long) - 1 - self._age, 0) if self._key is not None else 0
 
     @property
     def is_resumption_due(self) -> bool:
         """Whether the next step compares the time credit with a plan that pays. Every step would take too long."""
         return (self._age + 1) % RESUMPTION_INTERVAL == 0
+
+    def can_resume_within(self, num_steps: int) -> bool:
+        """Return whether the plan pays, and the time credit may permit it within so many steps of a pause."""
+        return self.plan.speedup > 1.0 + RESUMPTION_GAIN and self._observer.credit.can_resume_within(num_steps)
 
     @property
     def can_be_held(self) -> bool:
@@ -137,7 +142,7 @@ class CurrentPlan:
         if self._observer.is_warming_up or self._key is None:
             return False
         if not self._observer.is_drafting:
-            return self._age < get_paused_lifetime(self._observer.is_resting)
+            return self._age < get_paused_lifetime(self._observer.is_paused_long)
         nodes_by_slot = self.plan.nodes_by_slot
         if not nodes_by_slot:  # its requests have ended; the next ones may have their slots
             return False
@@ -165,6 +170,7 @@ class CurrentPlan:
         """
         nodes_by_slot = self.plan.nodes_by_slot
         remaining = {slot: nodes for slot, nodes in nodes_by_slot.items() if slot not in slots}
-        if self._observer.is_paused_briefly and len(remaining) < len(nodes_by_slot) <= MAX_FEW_REQUESTS:
+        is_paused_briefly = not (self._observer.is_drafting or self._observer.is_paused_long)
+        if is_paused_briefly and len(remaining) < len(nodes_by_slot) <= MAX_FEW_REQUESTS:
             self.expire()
         self.plan = replace(self.plan, nodes_by_slot=remaining)

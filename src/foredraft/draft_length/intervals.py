@@ -6,7 +6,7 @@ SMALL_BATCH_LIFETIME = 16
 LARGE_BATCH_LIFETIME = 32
 CHANGED_BATCH_LIFETIME = 8  # of a batch that has changed since the plan was computed
 PAUSED_LIFETIME = 32  # while drafting is paused: of any batch, changed or not, without a new kind of request or a probe
-RESTING_LIFETIME = 128  # the same, once it has been paused for a while
+LONG_PAUSED_LIFETIME = 128  # the same, once it has been paused for a while
 RESUMPTION_INTERVAL = 8  # while drafting is paused though a plan pays: steps between two looks at the time credit
 # While requests draft, runs of plain steps measure the cost of plain decoding again. They lose at most 1 % of
 # the tokens (docs/controller.md, "Estimates").
@@ -30,9 +30,9 @@ def get_plan_lifetime(num_requests: int, is_same_batch: bool, is_comparable: boo
     return CHANGED_BATCH_LIFETIME if is_comparable or is_large else 0
 
 
-def get_paused_lifetime(is_resting: bool) -> int:
+def get_paused_lifetime(is_paused_long: bool) -> int:
     """Return the lifetime of a plan in steps while drafting is paused. It only shows whether drafting would pay."""
-    return RESTING_LIFETIME if is_resting else PAUSED_LIFETIME
+    return LONG_PAUSED_LIFETIME if is_paused_long else PAUSED_LIFETIME
 
 
 def compute_plain_interval(gain: float, num_run_steps: int, confidence: float = 1.0) -> float:

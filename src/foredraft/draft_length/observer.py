@@ -23,7 +23,8 @@ FEW_REQUESTS, FEW_PLAIN_STEPS = 2, 4
 # A negative credit ends the warm-up, but not before this many steps: the first draft is slow, because the drafter reads
 # the prompt.
 MIN_WARMUP_STEPS = 4
-RESTING_STEPS = 64  # steps of a pause after which drafting rests
+# Drafting rests after so many steps of a pause, or at once if the time credit cannot end it earlier.
+RESTING_STEPS = 64
 MAX_OBSERVING_SHARE = 0.01  # of a plain step: a drafter at rest that takes more to observe it misses steps
 # Reports in a row that may be skipped (`_skip`): while drafting is paused, and while no request can draft.
 MAX_PAUSED_STEPS, MAX_IDLE_STEPS = 15, 127
@@ -112,7 +113,14 @@ class StepObserver:
 
     @property
     def is_resting(self) -> bool:
-        """Whether drafting has been paused for RESTING_STEPS. A change in between would make this state worthless."""
+        """Whether drafting is paused, and has been or will be for RESTING_STEPS at least."""
+        num_left = RESTING_STEPS - (self.step - self._drafted_until)
+        is_brief = self.is_drafting or self.has_fixed or self.credit.can_resume_within(num_left)
+        return self.is_paused_long or not is_brief
+
+    @property
+    def is_paused_long(self) -> bool:
+        """Whether drafting has been paused for RESTING_STEPS."""
         return not self.is_drafting and self.step - self._drafted_until >= RESTING_STEPS
 
     @property
@@ -129,11 +137,6 @@ class StepObserver:
     def num_requests(self) -> int:
         """Requests that get a token in the current step, as far as the last steps show those that cannot draft."""
         return self._current.num_candidates + self.num_others
-
-    @property
-    def is_paused_briefly(self) -> bool:
-        """Whether drafting is paused, but does not rest yet."""
-        return not self.is_drafting and not self.is_resting
 
     def begin_plain_step(self, num_transition_steps: int) -> None:
         """Measure plain decoding in the next step, unless it is one of this many plain steps after drafts."""

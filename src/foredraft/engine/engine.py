@@ -198,7 +198,7 @@ class Engine:
         """Run the target's forward pass over the nodes of the tree."""
         with_prompt_logits = find_prompt_logit_requests(self.transcripts, batch)
         forward_batch = build_forward_batch(batch, tree, with_prompt_logits, self.device, self.drafter.spec)
-        layers = choose_hidden_layers(batch, self.drafter.spec, self.length_policy.needs_observation)
+        layers = choose_hidden_layers(batch, self.drafter.spec, self.length_policy)
         logits, features = self.target.forward(forward_batch, layers)
         return collect_output(batch, tree, logits, features, with_prompt_logits)
 
