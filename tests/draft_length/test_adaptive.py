@@ -8,7 +8,7 @@ from foredraft.draft_length.adaptive import AdaptiveLengthPolicy
 from foredraft.draft_length.costs import CostCurve
 from foredraft.draft_length.current_plan import MAX_PROMPT_STEPS
 from foredraft.draft_length.intervals import MAX_PLAIN_INTERVAL
-from foredraft.draft_length.observer import RESTING_STEPS, WARMUP_NODES
+from foredraft.draft_length.observer import WARMUP_NODES
 from foredraft.draft_length.plain_run import MIN_TRANSITION_STEPS, NUM_MEASURED
 from foredraft.draft_length.policy import DraftCandidate, DraftOutcome, FixedLengthPolicy, StepReport
 from foredraft.draft_length.probes import PROBE_NODES, PROBE_STEPS
@@ -360,7 +360,7 @@ def test_a_step_without_drafts_is_decided_without_its_candidates_until_something
 
 
 def test_a_pause_that_only_the_credit_prolongs_is_observed_and_planned_when_it_may_end():
-    """Fault: a drafter at rest was observed, and every eighth step decided, while the credit could not end the pause."""
+    """Fault: the drafter was observed, and every eighth step decided, while the credit could not end the pause."""
     lengths, _ = simulate(SimulatedEngine(accept=constant(0.8), load=lambda step: 2), 300)
     candidates = [DraftCandidate(slot, 8) for slot in range(2)]
     report = StepReport(2, 2, 2, 100, 0.0, 1.0, tuple(DraftOutcome(c.slot, 0, 0) for c in candidates))

@@ -13,11 +13,11 @@ from foredraft import ForedraftError, Sampling
 from foredraft.drafters.draft import root_tree
 from foredraft.drafters.ensemble.fallback import FallbackDrafter
 from foredraft.drafters.failure_backoff import MAX_FAILURES, FailureBackoff
-from foredraft.drafters.spec import DrafterSpec
+from foredraft.drafters.spec import TOKEN_STEPS, DrafterSpec
 from foredraft.engine import sandbox
 from foredraft.engine.sandbox import SandboxedDrafter
 from foredraft.request import Batch, Request, RequestStatus
-from foredraft.tree import Commit, TokenTree
+from foredraft.tree import Commit, TargetArgmax, TokenTree
 from tests.engine.test_sandbox import LM, PLAIN, PROMPTS, RULES, SAMPLINGS, V, texts
 from tests.support import engine_fakes, tiny_models
 from tests.support.engine_fakes import ScriptedDrafter
@@ -203,6 +203,7 @@ SPECS: dict[str, Any] = {
     "reads_plain_commits is a number": _spec(reads_plain_commits=0),
     "is_token_source is a number": _spec(is_token_source=1),
     "samples_drafts is a number": _spec(samples_drafts=1),
+    "token_steps is unknown": _spec(token_steps="some"),
     "draft_kv is none": _spec(draft_kv="all of it"),
 }
 
@@ -274,6 +275,19 @@ def test_commits_without_drafts_are_passed_on_only_if_they_are_read() -> None:
         assert len(drafter.observed) == reads_plain_commits
         guard.observe(replace(batch, granted_nodes=(3,)), commit)
         assert len(drafter.observed) == reads_plain_commits + 1
+
+
+def test_commits_without_tokens_are_passed_on_only_to_drafters_that_need_them_in_every_step() -> None:
+    batch = Batch((make_request(0, [1, 2], SAMPLINGS[0], num_computed=1),), (1,), (3,))
+    commit = Commit.from_lists([[0]], [[1]])
+    tree = root_tree(batch)
+    for token_steps in TOKEN_STEPS:
+        drafter = ScriptedDrafter(root_tree, needs_target_argmax=True, token_steps=token_steps)
+        guard = SandboxedDrafter(drafter, V)
+        guard.observe(batch, commit)
+        assert len(drafter.observed) == (token_steps == "all")
+        guard.observe(batch, commit.with_target_outputs(None, TargetArgmax(tree, [1])))
+        assert len(drafter.observed) == (token_steps == "all") + 1
 
 
 class Silent(Odd):

@@ -12,7 +12,7 @@ from foredraft.drafters.draft import Draft, to_token_tree
 from foredraft.drafters.draft_model.drafter import DraftModel
 from foredraft.drafters.interface import Drafter
 from foredraft.drafters.method import DrafterContext
-from foredraft.drafters.spec import DrafterSpec, MissedStates
+from foredraft.drafters.spec import DrafterSpec, MissedStates, TokenSteps
 from foredraft.engine.engine import Engine
 from foredraft.engine.scheduler import SchedulerLimits
 from foredraft.engine.transcript import Transcript
@@ -143,13 +143,14 @@ class ScriptedDrafter:
     reads_commits: bool = True
     reads_plain_commits: bool = True
     missed_states: MissedStates = "forbidden"
+    token_steps: TokenSteps = "all"
 
     @property
     def spec(self) -> DrafterSpec:
         return DrafterSpec(
             self.max_nodes, self.hidden_layers, self.needs_target_argmax,
             reads_commits=self.reads_commits, reads_plain_commits=self.reads_plain_commits,
-            missed_states=self.missed_states,
+            missed_states=self.missed_states, token_steps=self.token_steps,
         )  # fmt: skip
 
     def propose(self, batch: Batch) -> TokenTree:

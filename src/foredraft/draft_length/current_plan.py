@@ -48,7 +48,9 @@ class CurrentPlan:
     @property
     def num_kept_steps(self) -> int:
         """Number of steps from the next one on in which no new plan is due, while drafting is paused."""
-        return max(get_paused_lifetime(self._observer.is_paused_long) - 1 - self._age, 0) if self._key is not None else 0
+        if self._key is None:
+            return 0
+        return max(get_paused_lifetime(self._observer.is_paused_long) - 1 - self._age, 0)
 
     @property
     def is_resumption_due(self) -> bool:

@@ -60,7 +60,9 @@ class StepReport(NamedTuple):
     draft_time: float  # seconds in the drafter, catching up on unread tokens included
     step_time: float  # seconds of the whole step, drafting included
     outcomes: tuple[DraftOutcome, ...] = ()  # one for every request whose last committed token was scored
-    is_observed: bool = True  # False: the drafter was given no hidden states, which it needs (`needs_observation`)
+    is_observed: bool = (
+        True  # False: the drafter was given no outputs of the target, which it reads (`needs_observation`)
+    )
 
 
 class LengthDecision(NamedTuple):
@@ -83,10 +85,10 @@ class DraftLengthPolicy(Protocol):
 
     @property
     def needs_observation(self) -> bool:
-        """Whether the step that was allocated last gives the drafter the hidden states that it reads.
+        """Whether the step that was allocated last gives the drafter the outputs of the target that it reads.
 
         False while drafting rests and no probe is due, if they take much of a step. A request that runs then may get
-        no draft later (`DrafterSpec.missed_states`).
+        no draft later (`DrafterSpec.missed_states`); missed tokens change no request (`DrafterSpec.token_steps`).
         """
 
     def allocate(

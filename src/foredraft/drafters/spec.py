@@ -1,6 +1,6 @@
 """Declaration of the needs and abilities of a drafter."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -11,6 +11,9 @@ from foredraft.models.hf import HFModel
 # What commits without hidden states do to a request (`DrafterSpec.missed_states`).
 MissedStates = Literal["forbidden", "end", "pause"]
 MISSED_STATES = get_args(MissedStates)
+# Steps after which a drafter reads the target's tokens (`DrafterSpec.token_steps`).
+TokenSteps = Literal["all", "active", "drafted"]
+TOKEN_STEPS = get_args(TokenSteps)
 SAME_VOCABULARY = "same"  # `DrafterSpec.vocabulary` of a drafter that reads the target's tokens
 
 
@@ -61,6 +64,9 @@ class DrafterSpec:
             engine may leave them out while no request drafts if it is "end", and the request never drafts again, or
             "pause". A drafter with "pause" reads the newest state alone, that of the token before the last committed
             one, so it drafts after the next step with states. Other states of a prompt may be zeros.
+        token_steps: steps after which `observe` reads the target's tokens (`needs_target_argmax`,
+            `num_target_candidates`): "all" (default), "active" = all in which drafting does not rest, or "drafted" =
+            those in which a request was granted a draft.
     """
 
     max_nodes: int
@@ -82,6 +88,18 @@ class DrafterSpec:
     is_native: bool | None = None
     member_backoffs: tuple[FailureBackoff, ...] = ()
     missed_states: MissedStates = "forbidden"
+    token_steps: TokenSteps = "all"
+
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether `observe` reads tokens of the target after the scored nodes."""
+        return self.needs_target_argmax or self.num_target_candidates > 0
 
 
 NO_DRAFT_SPEC = DrafterSpec(max_nodes=0, reads_commits=False)
+
+
+def combine_token_steps(specs: Sequence[DrafterSpec]) -> TokenSteps:
+    """Return the steps whose tokens some of these drafters reads; "all" if none reads tokens."""
+    found = {spec.token_steps for spec in specs if spec.needs_tokens}
+    return next((steps for steps in TOKEN_STEPS if steps in found), "all")

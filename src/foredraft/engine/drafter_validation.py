@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from foredraft.drafters.interface import Drafter
-from foredraft.drafters.spec import MISSED_STATES, DrafterSpec
+from foredraft.drafters.spec import MISSED_STATES, TOKEN_STEPS, DrafterSpec
 from foredraft.errors import ForedraftError
 from foredraft.kv.draft_kv import DraftKV
 from foredraft.models.forward_batch import AFTER_FINAL_NORM
@@ -50,6 +50,8 @@ def validate_spec(spec: DrafterSpec, num_layers: int | None) -> None:
     _check_hidden_layers(spec.hidden_layers, num_layers)
     if spec.missed_states not in MISSED_STATES:
         raise TypeError(f"missed_states must be one of {', '.join(MISSED_STATES)}, got {spec.missed_states!r}")
+    if spec.token_steps not in TOKEN_STEPS:
+        raise TypeError(f"token_steps must be one of {', '.join(TOKEN_STEPS)}, got {spec.token_steps!r}")
     if spec.draft_kv is not None and not isinstance(spec.draft_kv, DraftKV):
         raise TypeError(f"draft_kv must be a DraftKV or None, got {type(spec.draft_kv).__name__}")
     flags = {

@@ -22,7 +22,7 @@ from foredraft.drafters.interface import Drafter
 from foredraft.engine.batch_planner import BatchPlanner
 from foredraft.engine.compaction import compact_kv
 from foredraft.engine.forward_pass import build_forward_batch, find_prompt_logit_requests
-from foredraft.engine.observation import choose_hidden_layers
+from foredraft.engine.observation import choose_hidden_layers, show_commit
 from foredraft.engine.recovery import rewind_output, settle_deltas
 from foredraft.engine.request_memory import RequestMemory
 from foredraft.engine.sandbox import SandboxedDrafter
@@ -169,11 +169,10 @@ class Engine:
         output = self._forward(batch, tree)
         commit = self._append_tokens(batch, tree, self._verify(batch, tree, output), output)
         compact_kv(self.target.pool, batch, commit, self.device)
-        self._observe(batch, tree, commit, output)
+        is_observed = self._observe(batch, tree, commit, output)
         attended_tokens = count_attended_tokens(batch, tree)  # `Scheduler.commit` advances `num_computed`
         self.scheduler.commit(batch, commit)
         progressed = self._emit_deltas(batch, tree, commit)
-        is_observed = output.features is not None or not self.drafter.spec.hidden_layers
         report = build_report(batch, tree, commit, self.clock, attended_tokens, is_observed)
         return self._finish_step(batch, progressed, report)
 
@@ -216,11 +215,12 @@ class Engine:
         draft_seconds = (self.clock.propose_seconds + self.clock.observe_seconds) / len(batch)
         return append_tokens(self.transcripts, batch, tree, commit, output, draft_seconds)
 
-    def _observe(self, batch: Batch, tree: TokenTree, commit: Commit, output: TargetOutput) -> None:
-        """Show the commit to the drafter, with the outputs of the target that it reads."""
+    def _observe(self, batch: Batch, tree: TokenTree, commit: Commit, output: TargetOutput) -> bool:
+        """Show the commit to the drafter. Returns whether it was given all outputs of the target that it reads."""
         self.clock.start_part()
-        self.drafter.observe(batch, output.attach_to(commit, tree, self.drafter.spec))
+        is_observed = show_commit(self.drafter, batch, tree, commit, output, self.length_policy)
         self.clock.end_observe()
+        return is_observed
 
     def _emit_deltas(self, batch: Batch, tree: TokenTree, commit: Commit) -> tuple[Request, ...]:
         """Queue the new text as deltas, and remove the requests that ended. Returns the requests with a delta."""

@@ -180,13 +180,17 @@ class SandboxedDrafter(DrafterWrapper):
         spec = self._given_spec
         if not spec.reads_commits or not (spec.reads_plain_commits or any(batch.granted_nodes)):
             return False
-        return not self._misses_states(commit)
+        return not self._misses_outputs(commit)
 
-    def _misses_states(self, commit: Commit) -> bool:
-        """Return whether the commit has no hidden states, and the drafter permits that."""
+    def _misses_outputs(self, commit: Commit) -> bool:
+        """Return whether the commit lacks outputs of the target that the drafter reads, as its spec permits."""
         spec = self._given_spec
-        is_permitted = bool(spec.hidden_layers) and spec.missed_states != "forbidden" and not self.member_backoffs
-        return is_permitted and commit.path_features is None
+        if self.member_backoffs:
+            return False
+        if spec.hidden_layers:
+            return spec.missed_states != "forbidden" and commit.path_features is None
+        has_tokens = commit.target_argmax is not None or commit.target_candidates is not None
+        return spec.token_steps != "all" and spec.needs_tokens and not has_tokens
 
     def forget(self, slots: Sequence[int]) -> None:
         """Have the drafter drop its state of these slots."""

@@ -40,7 +40,7 @@ def build_report(
         commit: its committed paths.
         clock: times of the step.
         attended_tokens: tokens attended to, as counted before `Scheduler.commit`.
-        is_observed: whether the drafter was given the hidden states that it reads.
+        is_observed: whether the drafter was given all outputs of the target that it reads.
     """
     return StepReport(
         num_requests=len(batch),

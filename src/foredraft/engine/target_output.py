@@ -49,21 +49,21 @@ class TargetOutput:
         for row, token in rows[num_existing:]:
             transcript.prompt_logprobs.append(compute_token_logprob(row, None, token, num_top))
 
-    def attach_to(self, commit: Commit, tree: TokenTree, spec: DrafterSpec) -> Commit:
+    def attach_to(self, commit: Commit, tree: TokenTree, spec: DrafterSpec, with_tokens: bool) -> Commit:
         """Return the commit with what the drafter reads of the target.
 
         Args:
             commit: commit of the step.
             tree: verified tree.
             spec: needs of the drafter. Tokens are those of the model's own logits; sampling parameters do not count.
+            with_tokens: give the drafter the target's tokens that it needs.
         """
-        needs_tokens = spec.needs_target_argmax or spec.num_target_candidates > 0
-        if self.features is None and not needs_tokens:
+        if self.features is None and not with_tokens:
             return commit
         features = self.features
         noted = None if features is None else PathFeatures.from_pass(features, tree.sizes, commit.paths)
         argmax, candidates = None, None
-        if needs_tokens:
+        if with_tokens:
             raw_logits = process_logits(self.logits, ())  # [R, V] float32; without parameters only the dtype changes
             likeliest = argmax_tokens(raw_logits)
             argmax = TargetArgmax(tree, likeliest) if spec.needs_target_argmax else None

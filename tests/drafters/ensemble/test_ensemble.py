@@ -16,6 +16,7 @@ import torch
 from foredraft import LLM, ForedraftError, Sampling
 from foredraft.drafters.draft import Draft, to_token_tree
 from foredraft.drafters.ensemble.drafter import EnsembleDrafter
+from foredraft.drafters.ensemble.fallback import FallbackDrafter
 from foredraft.drafters.ensemble.members import EnsembleMember
 from foredraft.drafters.ensemble.method import Config, configure, create, parse_name
 from foredraft.drafters.ensemble.proposal_records import measure_match
@@ -28,7 +29,7 @@ from foredraft.drafters.interface import NO_DRAFT, Drafter
 from foredraft.drafters.method import DrafterContext
 from foredraft.drafters.ngram.drafter import Config as NgramConfig
 from foredraft.drafters.ngram.drafter import NgramDrafter
-from foredraft.drafters.spec import MissedStates
+from foredraft.drafters.spec import MissedStates, TokenSteps
 from foredraft.engine.sandbox import SandboxedDrafter
 from foredraft.engine.tree_validation import find_tree_fault
 from foredraft.kv.draft_kv import DraftKV
@@ -297,6 +298,27 @@ def test_what_missed_states_do_is_the_strictest_of_the_members(
     heads = [make_scripted([3], hidden_layers=(1,), missed_states=kind) for kind in kinds]
     assert make_ensemble(mode, ngram(), *heads).spec.missed_states == expected
     assert make_ensemble(mode, ngram(), make_scripted([3])).spec.missed_states == "forbidden"
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [
+        (("drafted", "drafted"), "drafted"),
+        (("active", "drafted"), "active"),
+        (("drafted", "all"), "all"),
+        ((None, "drafted"), "drafted"),  # the first reads no tokens
+        (("active", None), "active"),
+    ],
+)
+def test_tokens_are_read_after_all_steps_whose_tokens_a_member_reads(
+    steps: tuple[TokenSteps | None, TokenSteps | None], expected: str
+) -> None:
+    parts = [
+        make_scripted([3]) if kind is None else make_scripted([3], needs_target_argmax=True, token_steps=kind)
+        for kind in steps
+    ]
+    assert make_ensemble("auto", ngram(), *parts).spec.token_steps == expected
+    assert FallbackDrafter(*(SandboxedDrafter(part, V) for part in parts)).spec.token_steps == expected
 
 
 def test_a_head_that_misses_states_of_a_request_is_not_called_for_it() -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from foredraft.drafters.interface import Drafter
 from foredraft.drafters.no_drafter import NoDrafter
-from foredraft.drafters.spec import DrafterSpec
+from foredraft.drafters.spec import DrafterSpec, combine_token_steps
 from foredraft.drafters.wrapper import DrafterWrapper
 from foredraft.errors import ForedraftError
 from foredraft.request import Batch
@@ -81,6 +81,7 @@ def _combine_specs(primary: DrafterSpec, fallback: DrafterSpec) -> DrafterSpec:
         num_target_candidates=max(primary.num_target_candidates, fallback.num_target_candidates),
         reads_commits=primary.reads_commits or fallback.reads_commits,
         reads_plain_commits=primary.reads_plain_commits or fallback.reads_plain_commits,
+        token_steps=combine_token_steps([primary, fallback]),
         is_token_source=False,
         member_backoffs=(*primary.member_backoffs, *fallback.member_backoffs),
     )

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from foredraft.drafters.ensemble.members import EnsembleMember
 from foredraft.drafters.ensemble.selector import SelectionMode
 from foredraft.drafters.ensemble.shared_kv import combine_draft_kv
-from foredraft.drafters.spec import MISSED_STATES, SAME_VOCABULARY, DrafterSpec, MissedStates
+from foredraft.drafters.spec import MISSED_STATES, SAME_VOCABULARY, DrafterSpec, MissedStates, combine_token_steps
 from foredraft.models.hf import HFModel
 from foredraft.path_features import PathFeatures
 
@@ -71,6 +71,7 @@ class SpecUnion:
             attach=_combine_attach([spec.attach for spec in specs if spec.attach is not None]),
             # A plan drafts nothing for requests that miss states, and the token members of an ensemble still could.
             missed_states="forbidden" if self.mode == "merge" else _combine_missed_states(specs),
+            token_steps=combine_token_steps(specs),
             title=self.title,
             silence_mismatch=_combine_silence([spec.silence_mismatch for spec in specs]),
             vocabulary=next((spec.vocabulary for spec in specs if spec.vocabulary != SAME_VOCABULARY), SAME_VOCABULARY),

@@ -163,7 +163,8 @@ class LookaheadDrafter(TokenDrafter[LookaheadState]):
         self.config = config
         self._ngram_size = min(config.ngram_size, num_speculative_tokens + 1)
         super().__init__(num_speculative_tokens, self._count_max_nodes(num_speculative_tokens))
-        self.spec = replace(self.spec, needs_target_argmax=True)
+        # Without a draft there is no column of the window in the tree.
+        self.spec = replace(self.spec, needs_target_argmax=True, token_steps="drafted", reads_plain_commits=False)
 
     def _count_max_nodes(self, num_speculative_tokens: int) -> int:
         levels = self._ngram_size - 1

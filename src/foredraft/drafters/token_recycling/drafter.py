@@ -105,7 +105,7 @@ class TokenRecyclingDrafter(TokenDrafter[RecyclingState]):
         self._tree = build_rank_tree(config.nodes, config.top_k, num_speculative_tokens)
         self._chain = tuple(RankNode(i, 0, i + 1) for i in range(num_speculative_tokens))
         super().__init__(num_speculative_tokens, max(len(self._tree), 1))
-        self.spec = replace(self.spec, num_target_candidates=config.top_k)
+        self.spec = replace(self.spec, num_target_candidates=config.top_k, token_steps="active")
 
     def new_state(self) -> RecyclingState:
         return RecyclingState()
