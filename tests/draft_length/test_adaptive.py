@@ -8,10 +8,10 @@ from foredraft.draft_length.adaptive import AdaptiveLengthPolicy
 from foredraft.draft_length.costs import CostCurve
 from foredraft.draft_length.current_plan import MAX_PROMPT_STEPS
 from foredraft.draft_length.intervals import MAX_PLAIN_INTERVAL
-from foredraft.draft_length.observer import WARMUP_NODES
 from foredraft.draft_length.plain_run import MIN_TRANSITION_STEPS, NUM_MEASURED
 from foredraft.draft_length.policy import DraftCandidate, DraftOutcome, FixedLengthPolicy, StepReport
 from foredraft.draft_length.probes import PROBE_NODES, PROBE_STEPS
+from foredraft.draft_length.warmup import NODES
 from foredraft.engine.calibrate import ROW_COUNTS
 from tests.support.simulated_engine import (
     CURVES,
@@ -501,7 +501,7 @@ def test_steps_without_a_scored_row_are_harmless():
     lengths = AdaptiveLengthPolicy(CostCurve([(1, 1.0), (512, 8.0)]))
     for _ in range(5):
         lengths.record_step(StepReport(1, 512, 0, 512 * 256, 0.0, 8.0))
-    assert lengths.allocate([DraftCandidate(0, 4)], 1) == [WARMUP_NODES[0]]
+    assert lengths.allocate([DraftCandidate(0, 4)], 1) == [NODES[0]]
 
 
 def test_the_decision_says_what_it_expects():

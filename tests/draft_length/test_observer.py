@@ -6,7 +6,7 @@ import pytest
 
 from foredraft.draft_length.costs import CostCurve
 from foredraft.draft_length.credit import DEFAULT_TERMS, MIN_LOSS_ALLOWANCE
-from foredraft.draft_length.observer import MAX_IDLE_STEPS, MAX_WAITING, RESTING_STEPS, WARMUP_NODES, StepObserver
+from foredraft.draft_length.observer import MAX_IDLE_STEPS, MAX_WAITING, RESTING_STEPS, StepObserver
 from foredraft.draft_length.plain_run import MIN_TRANSITION_STEPS
 from foredraft.draft_length.policy import DraftCandidate, DraftOutcome, StepReport
 from foredraft.draft_length.prompt_monitor import MIN_DISTANCE, NUM_DISTURBED
@@ -27,9 +27,8 @@ def start() -> StepObserver:
     """Return an observer after plain steps, which set the initial credit, and a few drafts."""
     observer = StepObserver(CostCurve([(1, 1.0), (8, 1.2)]), None)
     observer.register([DraftCandidate(0, 8)])
-    while observer.is_warming_up:
-        record(observer, draft(1.2) if WARMUP_NODES[observer.warmup_step] else PLAIN)
-    assert not observer.is_warming_up
+    while not observer.warmup.is_over:
+        record(observer, draft(1.2) if observer.warmup.num_nodes else PLAIN)
     observer.settle()
     return observer
 
@@ -40,7 +39,7 @@ def test_the_start_has_more_plain_steps_with_many_requests(requests: int, plain_
     observer.register([DraftCandidate(slot, 8) for slot in range(requests)])
     outcomes = tuple(DraftOutcome(slot, 0, 0) for slot in range(requests))
     steps = 0
-    while not WARMUP_NODES[observer.warmup_step]:
+    while not observer.warmup.num_nodes:
         observer.begin_step(requests, has_fixed=False)
         observer.record_step(StepReport(requests, requests, requests, 50, 0.0, 1.0, outcomes))
         steps += 1
@@ -272,3 +271,22 @@ def test_a_drafter_at_rest_earns_less_only_in_steps_that_it_observes() -> None:
         earned.append((observer.credit.seconds - before) / (64 * observer.credit.plain_step_cost))
     assert earned[0] == pytest.approx(MIN_LOSS_ALLOWANCE, rel=0.2)
     assert earned[1] == pytest.approx(DEFAULT_TERMS.allowance, rel=0.02)
+
+
+@pytest.mark.parametrize("num_before", [0, 5, 14])
+def test_steps_of_a_pause_that_are_recorded_together_leave_what_single_ones_leave(num_before: int) -> None:
+    one, other = start(), start()
+    reports = [PLAIN._replace(step_time=1.0 + 0.01 * i, is_observed=i % 3 > 0) for i in range(14)]
+    reports[4] = reports[4]._replace(num_pass_tokens=65)
+    for observer in (one, other):
+        observer.is_drafting, observer.credit.observing_share = False, 0.05
+        for _ in range(num_before):
+            record(observer, PLAIN)
+    one.record_paused_steps(1, reports)
+    for report in reports:
+        record(other, report)
+    assert one.step == other.step
+    assert one.credit.seconds == other.credit.seconds
+    assert one.is_disturbed == other.is_disturbed
+    assert one.costs.curve.predict(1, 1, 1, 50) == other.costs.curve.predict(1, 1, 1, 50)
+    assert one._num_unobserved == other._num_unobserved

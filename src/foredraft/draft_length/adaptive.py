@@ -18,7 +18,7 @@ from foredraft.draft_length.costs import CostCurve, DraftCost
 from foredraft.draft_length.current_plan import RESUMPTION_GAIN, Candidates, CurrentPlan
 from foredraft.draft_length.held_decision import HeldDecision
 from foredraft.draft_length.intervals import compute_plain_interval
-from foredraft.draft_length.observer import RESTING_STEPS, WARMUP_NODES, StepObserver
+from foredraft.draft_length.observer import RESTING_STEPS, StepObserver
 from foredraft.draft_length.plain_run import PlainRun, count_run_steps
 from foredraft.draft_length.planner import LengthPlan, cut_nodes
 from foredraft.draft_length.policy import DecisionReason, LengthDecision, StepReport
@@ -113,7 +113,7 @@ class AdaptiveLengthPolicy:
         reason: DecisionReason = "fixed"
         plan = LengthPlan()
         if adjustable:
-            if not observer.is_warming_up or WARMUP_NODES[observer.warmup_step]:
+            if observer.warmup.is_over or observer.warmup.num_nodes:
                 plan = self._plan.update(candidates, adjustable, num_pass_tokens, attended_tokens)
             reason, chosen = self._choose_nodes(plan, adjustable, num_pass_tokens)
             nodes_by_slot |= _cut_to_buckets(chosen, self.curve, candidates, num_pass_tokens)
@@ -165,10 +165,11 @@ class AdaptiveLengthPolicy:
 
     def _end_quiet_spell(self) -> None:
         """Record the steps of the spell, before anything depends on them."""
-        num_requests = self._quiet.num_requests
-        for report in self._quiet.end():
-            self._repeat(num_requests)
-            self.observer.record_step(report)
+        reports = self._quiet.end()
+        if reports:
+            self._plan.keep(len(reports))
+            self.counts[self.decision.reason] += len(reports)
+            self.observer.record_paused_steps(self._quiet.num_requests, reports)
 
     def _would_draft_nothing_again(self, num_requests: int) -> bool:
         """Return whether drafting stays paused, and no probe can start now."""
@@ -186,8 +187,8 @@ class AdaptiveLengthPolicy:
     ) -> tuple[DecisionReason, dict[int, int]]:
         """Return the reason of the decision, and the draft nodes by slot; a slot without an entry gets none."""
         observer = self.observer
-        if observer.is_warming_up:
-            nodes = WARMUP_NODES[observer.warmup_step]
+        if not observer.warmup.is_over:
+            nodes = observer.warmup.num_nodes
             return "start", {c.slot: nodes for c in adjustable[:MAX_WARMUP_REQUESTS]}
         if self._plain_run.adapt_to_load(len(adjustable)):
             observer.credit.limit_at_larger_load()

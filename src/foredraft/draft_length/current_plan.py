@@ -78,9 +78,9 @@ class CurrentPlan:
         """Let the next step compute a new plan."""
         self._key = None
 
-    def keep(self) -> None:
-        """Keep the plan for a step that repeats the last decision."""
-        self._age += 1
+    def keep(self, num_steps: int = 1) -> None:
+        """Keep the plan for steps that repeat the last decision."""
+        self._age += num_steps
 
     def update(
         self, candidates: Candidates, adjustable: Candidates, num_pass_tokens: int, attended_tokens: int
@@ -101,7 +101,7 @@ class CurrentPlan:
             has_prompt
             and self._num_prompt_steps <= MAX_PROMPT_STEPS
             and len(adjustable) < LARGE_BATCH
-            and not observer.is_warming_up
+            and observer.warmup.is_over
             and (observer.is_drafting or self._key is not None)  # a pause needs a plan of the kinds in the batch
         )
         if self.is_passing and not observer.is_drafting:
@@ -141,7 +141,7 @@ class CurrentPlan:
 
     def _is_current(self, key: object, has_same_estimates: bool, adjustable: Candidates) -> bool:
         """Return whether the plan may still be used for the batch `key` with these adjustable requests."""
-        if self._observer.is_warming_up or self._key is None:
+        if not self._observer.warmup.is_over or self._key is None:
             return False
         if not self._observer.is_drafting:
             return self._age < get_paused_lifetime(self._observer.is_paused_long)

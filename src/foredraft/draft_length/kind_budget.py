@@ -30,7 +30,7 @@ class KindBudget:
 
     def __init__(self, curve: CostCurve | None = None) -> None:
         self._observer = StepObserver(curve, None, terms=TERMS)
-        self._observer.end_warmup()  # there is no plan, so no costs have to be measured first
+        self._observer.warmup.end()  # there is no plan, so no costs have to be measured first
         self._plain_run = PlainRun()
         self._is_paused, self._resume_credit = False, 0.0
         self.decision = LengthDecision("start")

@@ -14,15 +14,8 @@ from foredraft.draft_length.policy import DraftCandidate, StepReport
 from foredraft.draft_length.step_costs import StepCosts
 from foredraft.draft_length.step_times import StepTimes, TimedStep, merge_equal_steps
 from foredraft.draft_length.unread import UnreadCounter
+from foredraft.draft_length.warmup import WarmUp
 
-# Warm-up: the first steps, to measure costs
-WARMUP_NODES = (0,) * 8 + (1, 1, 3, 3, 3)  # draft nodes per request: entry i is for step i
-# The first steps of an engine are slow. With few requests drafts pay nearly always, and an output may be short, so
-# fewer of them are plain.
-FEW_REQUESTS, FEW_PLAIN_STEPS = 2, 4
-# A negative credit ends the warm-up, but not before this many steps: the first draft is slow, because the drafter reads
-# the prompt.
-MIN_WARMUP_STEPS = 4
 # Drafting rests after so many steps of a pause, or at once if the time credit cannot end it earlier.
 RESTING_STEPS = 64
 MAX_OBSERVING_SHARE = 0.01  # of a plain step: a drafter at rest that takes more to observe it misses steps
@@ -64,7 +57,7 @@ class StepObserver:
 
     Attributes:
         step: number of finished steps.
-        warmup_step: index in WARMUP_NODES; its length = warm-up is over.
+        warmup: first steps, which measure costs.
         is_drafting: False = paused: only probes and requests of fixed length draft. The policy sets it.
         steps_since_plain: steps with drafts since the last run of plain steps or pause.
         num_others: requests that got a token but could not draft, such as those of fixed length 0, in the last step
@@ -83,7 +76,7 @@ class StepObserver:
         self.survival = SurvivalEstimator()
         self.unread = UnreadCounter()
         self.step = 0
-        self.warmup_step = 0
+        self.warmup = WarmUp()
         self.is_drafting = True
         self._drafted_until = 0  # last step in which `is_drafting` was true
         self.steps_since_plain = 0
@@ -101,10 +94,6 @@ class StepObserver:
     def credit(self) -> TimeCredit:
         """Time that drafting has saved and may lose again; without the steps whose reports wait."""
         return self._times.credit
-
-    @property
-    def is_warming_up(self) -> bool:
-        return self.warmup_step < len(WARMUP_NODES)
 
     @property
     def has_fixed(self) -> bool:
@@ -142,10 +131,6 @@ class StepObserver:
         """Measure plain decoding in the next step, unless it is one of this many plain steps after drafts."""
         self._times.num_transition_steps = num_transition_steps
         self.steps_since_plain = 0
-
-    def end_warmup(self) -> None:
-        """End the warm-up, because the costs are known or not needed."""
-        self.warmup_step = len(WARMUP_NODES)
 
     def register(self, candidates: Sequence[DraftCandidate]) -> bool:
         """Register the candidates of a step, and switch to the costs of their kind: sampled if any of them is sampled.
@@ -192,13 +177,21 @@ class StepObserver:
         self.num_others = max(0, len(outcomes) - num_candidates) if num_candidates else 0
         self._current = self._current._replace(num_candidates=0)
         self.steps_since_plain = self.steps_since_plain + (longest > 0) if self.is_drafting else 0
-        if self.warmup_step < len(WARMUP_NODES) and outcomes:
-            self.warmup_step += 1
-            if self.warmup_step == FEW_PLAIN_STEPS and len(outcomes) <= FEW_REQUESTS:
-                self.warmup_step = WARMUP_NODES.count(0)
-            if self.credit.seconds < 0.0 and self.warmup_step >= MIN_WARMUP_STEPS:
-                self.end_warmup()
+        self.warmup.record_step(len(outcomes), self.credit.seconds)
         self.step += 1
+
+    def record_paused_steps(self, num_candidates: int, reports: Sequence[StepReport]) -> None:
+        """Record steps of a pause, all without drafts; as `begin_step` and `record_step` in turn, in less time."""
+        self.settle()
+        for report in reports:
+            if self._num_unobserved >= MAX_PAUSED_STEPS:
+                self.begin_step(num_candidates, has_fixed=False)
+                self.record_step(report)
+                continue
+            self._times.prompts.record(report.num_pass_tokens > report.num_requests)
+            self.credit.record_skipped_step(report.is_observed)
+            self._num_unobserved += 1
+            self.step += 1
 
     def settle(self) -> None:
         """Evaluate the reports that wait, before a decision that depends on them."""
@@ -235,7 +228,7 @@ class StepObserver:
         self.settle()
         num_skipped = MAX_PAUSED_STEPS if self._current.num_candidates else MAX_IDLE_STEPS
         if self._current.num_candidates and self.is_drafting:  # also during warm-up
-            num_skipped = 0 if self.is_warming_up else self._times.num_transition_left
+            num_skipped = self._times.num_transition_left if self.warmup.is_over else 0
         if self._num_unobserved >= num_skipped:
             return False
         self._num_unobserved += 1
@@ -257,7 +250,7 @@ def can_wait(observer: StepObserver, waiting: Sequence[FinishedStep]) -> bool:
     Predictions of the drafter do not wait: they show at once that a request has become easier.
     """
     newest = waiting[-1]
-    if not newest.longest or not observer.is_drafting or observer.is_warming_up or len(waiting) == MAX_WAITING:
+    if not newest.longest or not observer.is_drafting or not observer.warmup.is_over or len(waiting) == MAX_WAITING:
         return False
     waiting_seconds = sum([finished.report.step_time for finished in waiting])
     is_covered = waiting_seconds <= MAX_WAITING_SHARE * observer.credit.available * observer.costs.slowdown
