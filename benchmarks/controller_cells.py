@@ -10,8 +10,9 @@ the same requests. Its engines serve all numbers of streams, one after the other
 file stays in FOLDER. A run whose file exists is not repeated, so an interrupted table goes on where it stopped. --table
 measures nothing and prints the table of the files. No other program should run on the machine.
 
---pairs measures plain decoding and the adaptive length alone, so that a cell of 10 seconds has more rounds, and prints
-the quartiles of auto / plain over them. --minutes sets another time per cell. In a cell of seconds the start of an
+--pairs measures plain decoding and the adaptive length alone, for more methods, so that a cell of 10 seconds has more
+rounds. Its table has a row per method and temperature, with the quartiles of auto / plain over rounds in parentheses. A
+summary follows. --minutes sets another time per cell. In a cell of seconds the start of an
 engine and of a load, in which lengths are not known yet, is a larger part of the time.
 
 The goals are those of docs/controller.md: auto / plain of at least 0.97 in every cell, and auto / best of at least 0.95
@@ -29,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 METHODS = "draft_model,eagle3,eagle,medusa,ngram,suffix,early_exit"
+MORE_METHODS = "hydra,mlp_speculator,blockwise,chimera,dflash,aggressive,lookahead,token_recycling"  # of --pairs
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,8 @@ class ControllerRun:
 
 def list_runs(options: argparse.Namespace) -> Iterator[ControllerRun]:
     """Yield the runs in the order of the table."""
-    for method in options.methods.split(","):
+    methods = options.methods or (f"{METHODS},{MORE_METHODS}" if options.pairs else METHODS)
+    for method in methods.split(","):
         for temperature in options.temperatures.split(","):
             yield ControllerRun(method, temperature)
 
@@ -91,20 +94,81 @@ def measure_run(run: ControllerRun, options: argparse.Namespace) -> None:
 def format_table(runs: list[ControllerRun], folder: Path) -> list[str]:
     """Format one row per measured cell; * marks a figure below its goal."""
     points = [(run, point) for run in runs for point in read_points(run.find_file(folder))]
-    more = ["best K", "best K / plain", "auto / best K"] if has_fixed(points) else ["quartiles", "rounds"]
-    columns = ["plain, tokens/s", "auto / plain", *more]
-    header = f"| method | T | streams | {' | '.join(columns)} |"
-    return [header, "|---" + "|---:" * (2 + len(columns)) + "|", *(format_cell(run, point) for run, point in points)]
+    columns = ["plain, tokens/s", "auto / plain", "best K", "best K / plain", "auto / best K"]
+    return [*format_header(["method", "T", "streams", *columns]), *(format_cell(run, point) for run, point in points)]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The adaptive length beside plain decoding in one cell."""
+
+    run: ControllerRun
+    streams: int
+    plain_rate: float  # tokens per second
+    ratio: float  # auto / plain, median over rounds
+    rounds: list[float]  # auto / plain
+
+    @classmethod
+    def from_point(cls, run: ControllerRun, point: dict[str, Any]) -> "Pair":
+        """Read a measured number of streams of a run."""
+        modes: dict[str, Any] = {entry["mode"]: entry for entry in point["cells"]}
+        auto = modes["auto"]
+        rate = modes["off"]["tokens_per_second"]
+        return cls(run, point["concurrency"], rate, auto["over_off"], auto["over_off_rounds"])
+
+    def __str__(self) -> str:
+        quartiles = statistics.quantiles(self.rounds, n=4, method="inclusive") if len(self.rounds) > 1 else self.rounds
+        return f"{format_ratio(self.ratio, MIN_OVER_PLAIN)} ({quartiles[0]:.2f} to {quartiles[-1]:.2f})"
+
+
+def format_pairs(runs: list[ControllerRun], folder: Path) -> list[str]:
+    """Format one row per run, and a summary; * marks a figure below its goal."""
+    rows = [[Pair.from_point(run, point) for point in read_points(run.find_file(folder))] for run in runs]
+    rows = [row for row in rows if row]
+    if not rows:
+        return []
+    columns = ["method", "T", *(str(pair.streams) for pair in rows[0])]
+    lines = format_header(columns)
+    lines += [format_row([row[0].run.method, row[0].run.temperature, *map(str, row)]) for row in rows]
+    return [*lines, "", *summarize_pairs([pair for row in rows for pair in row])]
+
+
+def summarize_pairs(pairs: list[Pair]) -> list[str]:
+    """Format one row per temperature and size of load."""
+    ratios = [f"below {MIN_OVER_PLAIN}", "lowest", "median", "mean"]
+    columns = ["T", "streams", "cells", *ratios, "rounds", "plain, tokens/s"]
+    lines = format_header(columns)
+    for temperature in sorted({pair.run.temperature for pair in pairs}):
+        own = [pair for pair in pairs if pair.run.temperature == temperature]
+        few = [pair for pair in own if pair.streams <= FEW_STREAMS]
+        many = [pair for pair in own if pair.streams > FEW_STREAMS]
+        lines += [format_row([temperature, f"up to {FEW_STREAMS}", *list_statistics(few)])] if few else []
+        lines += [format_row([temperature, f"more than {FEW_STREAMS}", *list_statistics(many)])] if many else []
+    return lines
+
+
+def list_statistics(pairs: list[Pair]) -> list[str]:
+    """Format the columns of a group of cells in the summary."""
+    ratios, rounds, rates = [p.ratio for p in pairs], [len(p.rounds) for p in pairs], [p.plain_rate for p in pairs]
+    misses = sum(ratio < MIN_OVER_PLAIN for ratio in ratios)
+    means = f"{min(ratios):.2f}x", f"{statistics.median(ratios):.2f}x", f"{statistics.mean(ratios):.3f}x"
+    ranges = f"{min(rounds)} to {max(rounds)}", f"{min(rates):.0f} to {max(rates):.0f}"
+    return [str(len(pairs)), str(misses), *means, *ranges]
+
+
+def format_header(columns: list[str]) -> list[str]:
+    """Format the first two rows of a Markdown table, with all columns but the first aligned right."""
+    return [format_row(columns), "|---" + "|---:" * (len(columns) - 1) + "|"]
+
+
+def format_row(cells: list[str]) -> str:
+    """Format a row of a Markdown table."""
+    return f"| {' | '.join(cells)} |"
 
 
 def read_points(file: Path) -> list[dict[str, Any]]:
     """Return the measured numbers of streams of a run; none if its file does not exist."""
     return list(json.loads(file.read_text(encoding="utf-8"))["points"]) if file.exists() else []
-
-
-def has_fixed(points: list[tuple[ControllerRun, dict[str, Any]]]) -> bool:
-    """Return whether fixed lengths were measured too."""
-    return any(point["best_fixed"] is not None for _, point in points)
 
 
 def format_cell(run: ControllerRun, point: dict[str, Any]) -> str:
@@ -116,10 +180,6 @@ def format_cell(run: ControllerRun, point: dict[str, Any]) -> str:
         f"| {run.method} | {run.temperature} | {streams} | {by_mode['off']['tokens_per_second']:.1f} "
         f"| {format_ratio(by_mode['auto']['over_off'], MIN_OVER_PLAIN)} |"
     )
-    if best is None:
-        rounds = by_mode["auto"]["over_off_rounds"]
-        low, _, high = statistics.quantiles(rounds, n=4, method="inclusive")
-        return f"{start} {low:.2f} to {high:.2f}x | {len(rounds)} |"
     return f"{start} {best} | {by_mode[best]['over_off']:.2f}x | {format_ratio(over_best, goal)} |"
 
 
@@ -131,7 +191,7 @@ def format_ratio(ratio: float, goal: float) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder of the cells' files")
-    parser.add_argument("--methods", default=METHODS)
+    parser.add_argument("--methods", help=f"default: {METHODS}; with --pairs {MORE_METHODS} too")
     parser.add_argument("--temperatures", default="0,1")
     parser.add_argument("--streams", default="1,2,4,8,16,32,64")
     parser.add_argument("--model", help="target; default: the built-in one")
@@ -148,7 +208,7 @@ def main() -> None:
     for run in runs:
         if not options.table and not run.find_file(options.out).exists():
             measure_run(run, options)
-    print("\n".join(format_table(runs, options.out)))
+    print("\n".join(format_pairs(runs, options.out) if options.pairs else format_table(runs, options.out)))
 
 
 if __name__ == "__main__":

@@ -105,7 +105,7 @@ for name in acceptance draft_length trees medusa_heads lookahead early_exit bloc
 done
 
 # docs/controller.md
-figure pairs python benchmarks/controller_cells.py --pairs --threads 2 --out "$out/pairs"
+figure pairs python benchmarks/controller_cells.py --pairs --minutes 0.2 --threads 2 --out "$out/pairs"
 figure cells python benchmarks/controller_cells.py --minutes 0.4 --threads 2 --streams 1,2,4 --out "$out/cells"
 figure cells_grown python benchmarks/controller_cells.py --pairs --minutes 0.4 --threads 2 --streams 1,4,16 \
     --model "$out/grown430" --spec-model src/foredraft/zoo/draft --methods draft_model,ngram,suffix --out "$out/cells_grown"
