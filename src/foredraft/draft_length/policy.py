@@ -60,9 +60,7 @@ class StepReport(NamedTuple):
     draft_time: float  # seconds in the drafter, catching up on unread tokens included
     step_time: float  # seconds of the whole step, drafting included
     outcomes: tuple[DraftOutcome, ...] = ()  # one for every request whose last committed token was scored
-    is_observed: bool = (
-        True  # False: the drafter was given no outputs of the target, which it reads (`needs_observation`)
-    )
+    is_observed: bool = True  # False: the drafter was given no outputs of the target, as `needs_observation` permits
 
 
 class LengthDecision(NamedTuple):
