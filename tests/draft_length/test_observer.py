@@ -279,7 +279,8 @@ def test_steps_of_a_pause_that_are_recorded_together_leave_what_single_ones_leav
     reports = [PLAIN._replace(step_time=1.0 + 0.01 * i, is_observed=i % 3 > 0) for i in range(14)]
     reports[4] = reports[4]._replace(num_pass_tokens=65)
     for observer in (one, other):
-        observer.is_drafting, observer.credit.observing_share = False, 0.05
+        observer.is_drafting = False
+        observer.credit.record_step(1.0, 1.0, observing=0.05)  # observed steps earn less from now on
         for _ in range(num_before):
             record(observer, PLAIN)
     one.record_paused_steps(1, reports)

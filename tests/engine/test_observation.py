@@ -83,3 +83,16 @@ def test_the_tokens_of_a_step(
     guard, policy = SandboxedDrafter(inner, 8), ObservingPolicy(is_needed)
     assert show_commit(guard, batch, tree, commit, output, policy) == is_observed
     assert [commit.target_argmax is not None for commit in inner.observed] == seen
+
+
+def test_tokens_are_given_with_the_hidden_states() -> None:
+    """A drafter that gets states in every step, such as a merged ensemble, gets the tokens with them."""
+    inner = engine_fakes.ScriptedDrafter(root_tree, hidden_layers=(1,), needs_target_argmax=True, token_steps="active")
+    batch = make_batch((False,))
+    tree = prepend_chunks(batch, root_tree(batch))
+    logits = torch.zeros(1, 8)
+    output = TargetOutput(logits, LazyTargetProbs(logits, [Sampling()]), torch.zeros(1, 4), {})
+    commit = Commit.from_lists([[0]], [[0]])
+    assert show_commit(SandboxedDrafter(inner, 8), batch, tree, commit, output, ObservingPolicy(False))
+    assert inner.observed[0].target_argmax is not None
+    assert inner.observed[0].path_features is not None
