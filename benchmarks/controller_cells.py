@@ -92,10 +92,23 @@ def measure_run(run: ControllerRun, options: argparse.Namespace) -> None:
 
 
 def format_table(runs: list[ControllerRun], folder: Path) -> list[str]:
-    """Format one row per measured cell; * marks a figure below its goal."""
+    """Format one row per measured cell, and a summary; * marks a figure below its goal."""
     points = [(run, point) for run in runs for point in read_points(run.find_file(folder))]
     columns = ["plain, tokens/s", "auto / plain", "best K", "best K / plain", "auto / best K"]
-    return [*format_header(["method", "T", "streams", *columns]), *(format_cell(run, point) for run, point in points)]
+    rows = [format_cell(run, point) for run, point in points]
+    return [*format_header(["method", "T", "streams", *columns]), *rows, "", *summarize_best(points)]
+
+
+def summarize_best(points: list[tuple[ControllerRun, dict[str, Any]]]) -> list[str]:
+    """Format auto / best K at few streams, one row per temperature."""
+    lines = format_header(["T", "cells", f"below {MIN_OVER_BEST}", "lowest", "mean"])
+    few = [(run.temperature, p["auto_over_best"]) for run, p in points if p["concurrency"] <= FEW_STREAMS]
+    for temperature in sorted({temperature for temperature, _ in few}):
+        ratios = [ratio for found, ratio in few if found == temperature]
+        misses = sum(ratio < MIN_OVER_BEST for ratio in ratios)
+        figures = f"{min(ratios):.2f}x", f"{statistics.mean(ratios):.3f}x"
+        lines.append(format_row([temperature, str(len(ratios)), str(misses), *figures]))
+    return lines
 
 
 @dataclass(frozen=True)
