@@ -276,6 +276,8 @@ def test_draft_lengths_are_measured_unless_one_is_named() -> None:
         other = llm.with_drafter(spec, length)
         assert isinstance(other.engine.length_policy, FixedLengthPolicy)
         assert other.drafter.spec.max_nodes == 3
+    assert not llm.is_adaptive, "without a drafter there is no length to choose, and recording steps takes time"
+    assert isinstance(llm.engine.length_policy, FixedLengthPolicy)
     with pytest.raises(ForedraftError, match="takes a number, a range such as 2-6, auto"):
         llm.with_drafter("ngram", "many")
 

@@ -72,7 +72,8 @@ class EngineSetup:
         if spec.attach is not None:  # the drafter uses the KV pool of the target
             spec.attach(target)
         # Lengths of a drafter object adapt only if bounds are given: all its lengths may be those of its author.
-        is_adaptive = not lengths.is_fixed and (drafter is None or names_method(user_spec) or lengths != AUTO_LENGTHS)
+        has_author = not names_method(user_spec) and lengths == AUTO_LENGTHS
+        is_adaptive = drafter is not None and not lengths.is_fixed and not has_author
         memory = spec.draft_kv
         per_token = target.bytes_per_token() + (0 if memory is None else memory.bytes_per_token)
         pools = [target.pool, *([] if memory is None else [memory.pool])]
@@ -94,7 +95,7 @@ class EngineSetup:
             target.device,
             is_debug=is_debug,
             prefix_cache=limits.prefix_cache,
-            length_policy=create_length_policy(drafter, target.row_buckets) if is_adaptive else FixedLengthPolicy(),
+            length_policy=FixedLengthPolicy() if not is_adaptive else create_length_policy(drafter, target.row_buckets),
         )
         return cls(engine, drafter, name, is_adaptive)
 
