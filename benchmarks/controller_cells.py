@@ -122,7 +122,7 @@ def list_best_statistics(ratios: list[float]) -> list[str]:
 
 
 def compute_unbiased_ratio(point: dict[str, Any]) -> float | None:
-    """Return the median of auto over the fixed length that was best in rounds of the other parity; None for one round."""
+    """Return the median of auto over the fixed length best in rounds of the other parity; None for one round."""
     by_mode: dict[str, list[float]] = {entry["mode"]: entry["over_off_rounds"] for entry in point["cells"]}
     auto = by_mode["auto"]
     fixed = {mode: rounds for mode, rounds in by_mode.items() if mode not in ("off", "auto")}

@@ -150,3 +150,17 @@ def test_weights_never_overflow():
     survival = SurvivalEstimator()
     chain(survival, 0, 0.5, 1, 20_000)
     assert survival.estimate_survival([0], 1)[0][0] == pytest.approx(0.5, abs=0.15)
+
+
+def test_a_lucky_probe_does_not_outweigh_all_drafts_before_a_long_pause():
+    """Fault: `aggressive` resumed after four steps whose few copies were accepted; then drafts lost a quarter."""
+    survival = SurvivalEstimator()
+    for slot in range(4):
+        chain(survival, slot, 0.1, 2, 60, seed=slot)
+        survival.forget([slot])
+    for _ in range(600):
+        survival.record_pause(16)
+    for slot in range(4, 8):
+        chain(survival, slot, 1.0, 2, 4)
+        survival.forget([slot])
+    assert 0.3 < survival.estimate_survival([9], 2)[0][0] < 0.5

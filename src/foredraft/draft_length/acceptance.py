@@ -16,7 +16,9 @@ SHARED_MEMORY, OWN_MEMORY = 256, 96  # decay constants, in drafts, of the shared
 SHARED_PRIOR, OWN_PRIOR = 2.0, 32.0  # strength of the prior rate of a node, in trials
 PAUSE_STEPS_PER_DRAFT = 4  # steps without a draft that decay the evidence as much as one draft does
 DISCOUNTED_TRIALS = 24.0  # upper limit, in trials, on the evidence that stays after a discount
-MIN_TRIALS_AFTER_PAUSE = 8.0  # trials below which a pause decays the evidence no further
+# Trials below which a pause decays the evidence no further. A probe of four requests adds 16, and a lucky one must not
+# outweigh all that was seen before.
+MIN_TRIALS_AFTER_PAUSE = 24.0
 MAX_TALLY_WEIGHT = 1e9  # weight of a trial at which a tally is rescaled, against overflow
 MIN_RATE = 1e-6  # distance of a rate from 0 and 1 in odds
 MIN_DENOMINATOR = 1e-9
