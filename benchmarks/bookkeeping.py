@@ -67,13 +67,8 @@ class PartTimer:
         with contextlib.ExitStack() as stack:
             for owner, name, part in list_timed_methods(llm):
                 stack.enter_context(replace_attribute(owner, name, self.wrap(part, getattr(owner, name))))
-            combine = engine_module.combine_rules
-            verify = self.wrap("sampling and verification", lambda verify, *args: verify(*args))
-            stack.enter_context(
-                replace_attribute(
-                    engine_module, "combine_rules", lambda rules: lambda *args: verify(combine(rules), *args)
-                )
-            )
+            verify = self.wrap("sampling and verification", engine_module.verify_step)
+            stack.enter_context(replace_attribute(engine_module, "verify_step", verify))
             yield
 
 

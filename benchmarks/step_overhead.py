@@ -4,7 +4,8 @@
 
 The table has microseconds per step by part, on one thread. Figures are lower quartiles over the steps, because other
 work on the machine can only add time. `forward` is the stub of the target. `propose` is the sandbox around a drafter
-that returns the likeliest tokens with some errors. Neither is part of the total.
+that returns the likeliest tokens with some errors. Neither is part of the total. In modes with `q` every draft token
+has the distribution of the target at temperature 1.2 as its q, as if it was sampled from it.
 """
 
 import argparse
@@ -51,7 +52,11 @@ MODES = {
     "reject top-p 0.9": (Sampling(top_p=0.9, max_tokens=1 << 17), "reject"),
     "reject": (Sampling(max_tokens=1 << 17), "reject"),
     "block": (Sampling(max_tokens=1 << 17), "block"),
+    "reject with q": (Sampling(max_tokens=1 << 17), "reject"),
+    "block with q": (Sampling(max_tokens=1 << 17), "block"),
 }
+MODES_WITH_Q = ("reject with q", "block with q")
+DRAFT_TEMPERATURE = 1.2
 
 
 @dataclass
@@ -81,17 +86,22 @@ class StubLM:
 class TableDrafter:
     """Drafter that looks up the likeliest tokens in a table."""
 
-    def __init__(self, lm: StubLM, num_tokens: int) -> None:
+    def __init__(self, lm: StubLM, num_tokens: int, has_q: bool = False) -> None:
         self.max_nodes, self.hidden_layers = num_tokens, ()  # read by checkouts without DrafterSpec
         self.spec = None if DrafterSpec is None else DrafterSpec(num_tokens)
         self._best = lm.rows.argmax(-1).tolist()
+        self._q = torch.softmax(lm.rows.float() / DRAFT_TEMPERATURE, -1) if has_q else None
 
     def propose(self, batch: Batch) -> TokenTree:
         drafts: dict[int, Draft] = {}
         for b in batch.find_drafting():
             first = batch.requests[b].num_tokens - 1
             positions = range(first, first + batch.granted_nodes[b])
-            drafts[b] = Draft.from_chain([self._best[i % PERIOD] + (i % ERROR == 0) for i in positions])
+            tokens = [self._best[i % PERIOD] + (i % ERROR == 0) for i in positions]
+            q = None if self._q is None else self._q[[i % PERIOD for i in (*positions, first)]]
+            if q is not None:
+                q[-1] = 0  # of the last node, which has no child
+            drafts[b] = Draft.from_chain(tokens, q)
         return to_token_tree(batch, drafts)
 
     def observe(self, batch: Batch, commit: Commit) -> None: ...
@@ -141,7 +151,7 @@ MODELS = ("propose", "forward")
 
 
 def create_engine(lm: StubLM, num_requests: int, num_drafts: int, mode: str, tokenizer: object) -> Engine:
-    drafter = TableDrafter(lm, num_drafts) if num_drafts else None
+    drafter = TableDrafter(lm, num_drafts, mode in MODES_WITH_Q) if num_drafts else None
     engine = Engine(lm, drafter, PageAllocator(20_000, 16), SchedulerLimits(), torch.device("cpu"))
     sampling, verify = MODES[mode]
     requests = RequestFactory(lm, tokenizer, None, frozenset(), RULES[verify], shares_prefixes=True)  # no grammars

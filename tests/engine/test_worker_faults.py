@@ -148,7 +148,7 @@ STAGES: dict[str, Callable[[Engine], tuple[object, str]]] = {
     "guard": lambda engine: (engine.drafter, "propose"),
     "forward": lambda engine: (engine.target, "forward"),
     "score": lambda engine: (engine_module, "collect_output"),
-    "rule": lambda engine: (engine_module, "combine_rules"),
+    "rule": lambda engine: (engine_module, "verify_step"),
     "cut": lambda engine: (engine, "_append_tokens"),
     "push": lambda engine: (Transcript, "push"),
     "count": lambda engine: (StatsRecorder, "record_step"),

@@ -17,11 +17,12 @@ from torch import Tensor
 from foredraft.kernels.gpu.loading import load_kernels
 from foredraft.sampling.params import Sampling
 from foredraft.tree import Commit, SampledSiblings, TokenTree
-from foredraft.verification.device import find_device_requests, verify_step
+from foredraft.verification.device import find_device_requests
 from foredraft.verification.noise import SeededNoise
 from foredraft.verification.probs import LazyTargetProbs
 from foredraft.verification.rule import Rule
 from foredraft.verification.rules import combine_rules
+from foredraft.verification.step import verify_step
 from tests.support.gpu_cases import DEVICE
 
 SAMPLINGS = (
@@ -146,13 +147,15 @@ def make_logits(kind: str, num_rows: int, vocab_size: int, random: Random, noise
 
 
 def make_q(x: Tensor, kind: str, random: Random, noise: torch.Generator) -> Tensor:
-    """Make rows of q: those of the target without filters, near it, far from it, opposite, of zeros, or invalid."""
+    """Make rows of q: those of the target, near it, far from it, opposite, of few tokens, of zeros, or invalid."""
     if kind == "none":
         return torch.zeros_like(x)
     base = torch.zeros_like(x) if kind == "far" else x.nan_to_num(0, 9, -math.inf).clamp_min(-1e4)
     base = -base if kind == "opposite" else base
     strength = 0.0 if kind == "equal" else 0.7
     q = torch.softmax(base + strength * torch.randn(x.shape, generator=noise), -1)
+    if kind == "few":  # tokens with a probability, at least two
+        q = torch.where(q >= q.topk(max(q.shape[1] // 8, 2)).values[:, -1:], q, 0.0)
     if kind == "broken":
         row = random.randrange(len(q))
         q[row] = random.choice((torch.zeros_like(q[row]), q[row] * math.nan, q[row] - 0.5 / len(q[row]), q[row] * 3))

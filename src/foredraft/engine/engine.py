@@ -40,9 +40,8 @@ from foredraft.models.hf import LM
 from foredraft.outputs import FinishReason
 from foredraft.request import Batch, Request
 from foredraft.tree import Commit, TokenTree
-from foredraft.verification.device import verify_step
 from foredraft.verification.noise import SeededNoise
-from foredraft.verification.rules import combine_rules
+from foredraft.verification.step import verify_step
 
 
 class Engine:
@@ -204,10 +203,8 @@ class Engine:
     def _verify(self, batch: Batch, tree: TokenTree, output: TargetOutput) -> Commit:
         specs = [r.spec for r in batch.requests]
         noise = SeededNoise(tree, [(s.seed, s.sample_index) for s in specs], [r.num_computed for r in batch.requests])
-        rules, kernels = [s.rule for s in specs], self.target.pool.kernels  # a batch may hold several rules
-        if kernels is None:
-            return combine_rules(rules)(tree, output.probs, noise)
-        return verify_step(tree, output.probs, noise, rules, kernels)
+        rules = [s.rule for s in specs]  # a batch may hold several
+        return verify_step(tree, output.probs, noise, rules, self.target.pool.kernels)
 
     def _append_tokens(self, batch: Batch, tree: TokenTree, commit: Commit, output: TargetOutput) -> Commit:
         """Push the new tokens to the transcripts. Returns the commit without the tokens after the end of an output."""

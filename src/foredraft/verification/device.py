@@ -1,8 +1,4 @@
-"""Verification of a step on the GPU, for the requests that it can verify there; `Rule.verify` verifies the others.
-
-Both commit the same, so which requests go where is a matter of speed. One block of numbers goes to the device, and one
-comes back.
-"""
+"""Verification of requests on the GPU. One block of numbers goes to the device, and one comes back."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -21,36 +17,7 @@ from foredraft.verification.noise import SeededNoise
 from foredraft.verification.paths import CommittedPath, build_commit
 from foredraft.verification.probs import InvalidLogitsError, LazyTargetProbs
 from foredraft.verification.rule import Rule
-from foredraft.verification.rules import combine_rules
-
-
-def verify_step(
-    tree: TokenTree, probs: LazyTargetProbs, noise: SeededNoise, rules: Sequence[Rule], kernels: GPUKernels
-) -> Commit:
-    """Verify a batch in which request b has rules[b].
-
-    Args:
-        tree: trees of the step.
-        probs: target probabilities of its rows.
-        noise: random numbers of the step.
-        rules: one per request.
-        kernels: kernels of the device of the logits.
-    """
-    chosen = find_device_requests(tree, probs, rules)
-    if not chosen:
-        return combine_rules(rules)(tree, probs, noise)
-    if len(chosen) == len(rules):
-        return verify_on_device(tree, probs, noise, rules, kernels)
-    others = [b for b in range(len(rules)) if b not in set(chosen)]
-    parts = []
-    for requests in (chosen, others):
-        rows = [row for b in requests for row in range(*tree.row_offsets[b : b + 2])]
-        selected = tree.select(requests), probs.select(rows), noise.select(requests, torch.tensor(rows))
-        own = [rules[b] for b in requests]
-        on_device = requests is chosen
-        commit = verify_on_device(*selected, own, kernels) if on_device else combine_rules(own)(*selected)
-        parts.append((requests, commit))
-    return _join_commits(parts, len(rules))
+from foredraft.verification.walk import find_walk, get_walk
 
 
 def find_device_requests(tree: TokenTree, probs: LazyTargetProbs, rules: Sequence[Rule]) -> list[int]:
@@ -60,10 +27,8 @@ def find_device_requests(tree: TokenTree, probs: LazyTargetProbs, rules: Sequenc
     return [
         b
         for b, rule in enumerate(rules)
-        if rule.device_walk is not None
-        and (rule.takes_trees or _is_chain(tree, b))
+        if find_walk(tree, b, rule) is not None
         and all(map(_is_plain, probs.samplings[tree.row_offsets[b] : tree.row_offsets[b] + 1]))
-        and not (tree.further_samples and any(owner == b for owner, _ in tree.further_samples))
     ]
 
 
@@ -103,20 +68,16 @@ def _is_plain(sampling: Sampling) -> bool:
     return not sampling.shapes_logits and sampling.typical_p == 1 and sampling.logprobs is None
 
 
-def _is_chain(tree: TokenTree, b: int) -> bool:
-    parents = tree.parents[b]
-    return all(parent == node - 1 for node, parent in enumerate(parents))
-
-
 def _describe_request(
     tree: TokenTree, probs: LazyTargetProbs, noise: SeededNoise, rule: Rule, b: int
 ) -> RequestNumbers:
-    assert rule.device_walk is not None
+    walk = get_walk(rule)
+    assert walk is not None
     row, num_rows, root = tree.row_offsets[b], tree.sizes[b] - tree.roots[b], tree.roots[b]
     sampling = probs.samplings[row] if num_rows else Sampling()
     is_reduced = 0 < sampling.top_k < probs.logits.shape[-1]
     return RequestNumbers(
-        rule.device_walk, row, num_rows, noise.positions[b] + root, sampling.top_k if is_reduced else 0,
+        walk, row, num_rows, noise.positions[b] + root, sampling.top_k if is_reduced else 0,
         sampling.is_greedy, compute_scale(sampling.temperature, torch.float32), _round_up(sampling.min_p),
         rng.derive_key(*noise.seeds[b]), sampling.top_p,
     )  # fmt: skip
@@ -145,15 +106,3 @@ def _describe_rows(tree: TokenTree, b: int, has_drafts: bool) -> list[RowNumbers
         )
         for node in range(root, len(tokens))
     ]  # fmt: skip
-
-
-def _join_commits(parts: Sequence[tuple[Sequence[int], Commit]], num_requests: int) -> Commit:
-    """Join commits of some requests each, with their batch indices."""
-    paths: list[list[int]] = [[] for _ in range(num_requests)]
-    tokens: list[list[int]] = [[] for _ in range(num_requests)]
-    failed: set[int] = set()
-    for requests, commit in parts:
-        for i, b in enumerate(requests):
-            paths[b], tokens[b] = commit.paths[i], commit.tokens[i]
-        failed |= {requests[i] for i in commit.failed}
-    return Commit.from_lists(paths, tokens, failed=frozenset(failed))

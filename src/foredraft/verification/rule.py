@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from foredraft.kernels.gpu.verify_block import DeviceWalk
 from foredraft.tree import Commit, TokenTree
 from foredraft.verification.noise import Noise
 from foredraft.verification.probs import TargetProbs
@@ -36,7 +35,6 @@ class Rule:
             sample the children of a fixed tree independently of each other, if they can. It reads `uses_q` too.
         simulated_rate: probability with which it accepts a draft token, whatever p is; the output is then simulated.
             Default None = it verifies by p.
-        device_walk: the walk of the GPU that commits what `verify` does. Default None = there is none.
     """
 
     name: str
@@ -50,7 +48,6 @@ class Rule:
     vllm_name: str = ""
     samples_independently: bool = False
     simulated_rate: float | None = None
-    device_walk: DeviceWalk | None = None
 
     def with_settings(self, values: Mapping[str, float]) -> "Rule":
         """Return the rule with other values of its settings; the rule itself if `values` is empty.

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from foredraft.errors import ForedraftError
-from foredraft.kernels.gpu.verify_block import DeviceWalk
 from foredraft.sampling.token_sampler import NO_TOKEN
 from foredraft.tree import Commit, TokenTree
 from foredraft.verification.block_chain import BlockChain
@@ -219,15 +218,14 @@ def combine_rules(rules: Sequence[Rule]) -> VerifyFunction:
 # same key tends to choose the same token.
 MATCH = Rule(
     "match", match, takes_trees=True, uses_q=False, shares_noise=True, is_lossless=True, is_reproducible=True,
-    device_walk=DeviceWalk.SAMPLES,
 )  # fmt: skip
 REJECT = Rule(
     "reject", reject, takes_trees=True, uses_q=True, shares_noise=False, is_lossless=True, is_reproducible=False,
-    vllm_name="standard", device_walk=DeviceWalk.TRIALS,
+    vllm_name="standard",
 )  # fmt: skip
 BLOCK = Rule(
     "block", block, takes_trees=False, uses_q=True, shares_noise=False, is_lossless=True, is_reproducible=False,
-    vllm_name="block", device_walk=DeviceWalk.CHAIN,
+    vllm_name="block",
 )  # fmt: skip
 TYPICAL = Rule(
     "typical",

@@ -12,11 +12,13 @@ import pytest
 import torch
 
 from foredraft.errors import ForedraftError
-from foredraft.kernels.gpu.verify_block import DeviceWalk, RequestNumbers, VerifyBlock
+from foredraft.kernels.gpu.verify_block import RequestNumbers, VerifyBlock
+from foredraft.kernels.tree_walk import TreeWalk
 from foredraft.sampling.params import Sampling
 from foredraft.sampling.weights import SIXTEENTHS
 from foredraft.verification.registry import RULES
 from foredraft.verification.rules import BLOCK, MATCH, REJECT, TYPICAL
+from foredraft.verification.walk import get_walk
 from tests.support.gpu_cases import DEVICE, TRITON
 from tests.support.walk_cases import (
     SIBLINGS,
@@ -118,7 +120,7 @@ def test_which_requests_have_a_walk() -> None:
     tree = make_case((REJECT,), 12, 0)
     branching = replace(tree.tree, tokens=[[1, 2, 3]], parents=[[-1, 0, 0]], committed_next=None)
     assert replace(tree, tree=branching, rules=[BLOCK]).list_on_device() == []
-    assert [rule.device_walk is not None for rule in RULES.values()] == [True, True, True, False, False]
+    assert [get_walk(rule) is not None for rule in RULES.values()] == [True, True, True, False, False]
 
 
 def test_drafts_over_another_vocabulary_are_none() -> None:
@@ -141,7 +143,7 @@ def test_logits_that_do_not_fit_are_refused() -> None:
     from foredraft.kernels.gpu.verify import walk_trees
 
     case = make_case((MATCH,), 5, 0)
-    request = RequestNumbers(DeviceWalk.SAMPLES, 0, 0, 0, 0, True, 1.0, 0.0, 0, 1.0)
+    request = RequestNumbers(TreeWalk.SAMPLES, 0, 0, 0, 0, True, 1.0, 0.0, 0, 1.0)
     block = VerifyBlock.pack(SIXTEENTHS, [request], [], torch.device(DEVICE))
     logits = case.logits.to(DEVICE)
     for given, q in ((logits, None), (logits.double()[:0], None), (logits[:0], logits)):

@@ -136,6 +136,7 @@ void fd_encdec_forward(const fd_encdec *m, const fd_rows *rows, const fd_rows *s
 }
 void fd_mix(const fd_mixing *job) { selected->mix(job); }
 int fd_sample(const fd_sampling *job) { return selected->sample(job); }
+int fd_walk_trees(const fd_walks *job) { return selected->walk_trees(job); }
 int64_t fd_chain_scratch(const fd_model *m, const fd_chain *c) {
     return selected->chain_scratch(m, c, fd_num_threads());
 }
@@ -171,6 +172,6 @@ int64_t fd_sizeof(int record) { /* numbered as RECORDS in records.py */
                              sizeof(fd_experts),   sizeof(fd_layer_change), sizeof(fd_adapted),
                              sizeof(fd_images),
                              sizeof(fd_mixer),     sizeof(fd_runs),        sizeof(fd_mixing),
-                             sizeof(fd_suffix_chain)};
+                             sizeof(fd_suffix_chain), sizeof(fd_walk_request), sizeof(fd_walks)};
     return record < (int)(sizeof sizes / sizeof *sizes) ? sizes[record] : 0;
 }

@@ -237,6 +237,30 @@ typedef struct {
     int32_t num_rows, vocab, is_bf16;
 } fd_sampling;
 
+/* A request whose draft is verified. Its rows of logits, q, tokens and parents are consecutive, that of the root first. */
+typedef struct {
+    fd_settings settings;
+    uint64_t seed, sample_index;
+    int64_t position; /* of the root in the sequence */
+    int64_t first_row;
+    int32_t num_rows, walk; /* walk: kernels/tree_walk.py */
+} fd_walk_request;
+
+/* Verification of drafts: tree_walk.h. Nodes are counted from the root. */
+typedef struct {
+    const void *logits;         /* [rows, stride] float32 or bf16 */
+    const float *q;             /* [rows, q_stride] distributions that children were sampled from; NULL = none was */
+    const int32_t *tokens;      /* [rows] tokens of the nodes */
+    const int32_t *parents;     /* [rows] parents of the nodes, which stand before them; that of the root is -1 */
+    const int32_t *num_sampled; /* [rows] leading children that were sampled; NULL = all */
+    const fd_walk_request *requests; /* [num_requests] */
+    int32_t *nodes, *following; /* [rows] committed nodes of a request from its first row on, and the token after each */
+    int32_t *counts;            /* [num_requests] of committed nodes; 0 = none, -1 = rounding decides about a token */
+    int64_t stride, q_stride;
+    double margin; /* as in fd_sampling */
+    int32_t num_requests, vocab, is_bf16;
+} fd_walks;
+
 /* Chains of draft tokens, one per request: how they are sampled, and the tokens (draft_level.h). */
 typedef struct {
     const fd_settings *settings; /* [num_drafts] */

@@ -12,6 +12,7 @@
 #include "step_network.h"
 #include "suffix_chain.h"
 #include "team.h"
+#include "tree_walk.h"
 
 #define JOIN(a, b) a##b
 #define NAME(isa) JOIN(fd_, isa)
@@ -103,6 +104,7 @@ const fd_kernels NAME(FD_ISA) = {
     .read_memory = read_memory,
     .mix = mix_rows,
     .sample = sample,
+    .walk_trees = walk_trees,
     .chain_scratch = chain_scratch,
     .draft_chains = draft_chains,
     .step_scratch = step_scratch,

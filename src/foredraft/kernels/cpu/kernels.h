@@ -17,6 +17,7 @@ typedef struct {
     void (*encdec_forward)(const fd_encdec *, const fd_rows *, const fd_rows *sources, const fd_pass *);
     void (*mix)(const fd_mixing *);
     int (*sample)(const fd_sampling *);
+    int (*walk_trees)(const fd_walks *);
     int64_t (*chain_scratch)(const fd_model *, const fd_chain *, int threads);
     int (*draft_chains)(const fd_model *, const fd_chain *, const fd_pass *first);
     int64_t (*step_scratch)(const fd_step_network *, int rows);

@@ -32,6 +32,7 @@ from foredraft.kernels.cpu.records import (
     StepPassRecord,
     StepRootsRecord,
     TuningRecord,
+    WalksRecord,
     WeightRecord,
 )
 
@@ -138,6 +139,7 @@ def _open_library(path: Path) -> NativeLibrary:
             "the native kernels were built from other sources; run: python -m foredraft.kernels.cpu.build"
         )
     _declare_functions(handle)
+    _declare_drafting(handle)
     share_threads(handle)
     return NativeLibrary(handle)
 
@@ -185,8 +187,18 @@ def _declare_functions(handle: ctypes.CDLL) -> None:
     handle.fd_encdec_forward.restype = None
     handle.fd_mix.argtypes = [POINTER(MixingRecord)]
     handle.fd_mix.restype = None
+    handle.fd_tune.argtypes = [TuningRecord * ROW_CLASSES]
+    handle.fd_tune.restype = None
+    handle.fd_read_memory.argtypes = [c_void_p, c_int64]
+    handle.fd_read_memory.restype = c_uint32
+
+
+def _declare_drafting(handle: ctypes.CDLL) -> None:
+    """Declare the functions that sample, draft and verify."""
     handle.fd_sample.argtypes = [POINTER(SamplingRecord)]
     handle.fd_sample.restype = c_int
+    handle.fd_walk_trees.argtypes = [POINTER(WalksRecord)]
+    handle.fd_walk_trees.restype = c_int
     handle.fd_chain_scratch.argtypes = [POINTER(ModelRecord), POINTER(ChainRecord)]
     handle.fd_chain_scratch.restype = c_int64
     handle.fd_draft_chains.argtypes = [POINTER(ModelRecord), POINTER(ChainRecord), POINTER(PassRecord)]
@@ -207,7 +219,3 @@ def _declare_functions(handle: ctypes.CDLL) -> None:
     handle.fd_subtract_masses.restype = None
     handle.fd_sample_mass.argtypes = [c_void_p, c_int64, c_double, c_void_p]
     handle.fd_sample_mass.restype = c_int64
-    handle.fd_tune.argtypes = [TuningRecord * ROW_CLASSES]
-    handle.fd_tune.restype = None
-    handle.fd_read_memory.argtypes = [c_void_p, c_int64]
-    handle.fd_read_memory.restype = c_uint32

@@ -1,7 +1,7 @@
 """Records that the native library reads. They mirror foredraft.h field by field."""
 
 import ctypes
-from ctypes import POINTER, c_double, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, c_double, c_float, c_int32, c_int64, c_uint64, c_void_p
 
 import torch
 
@@ -12,13 +12,8 @@ class WeightRecord(ctypes.Structure):
     """Packed matrix (fd_weight)."""
 
     _fields_ = (
-        ("data", c_void_p),
-        ("scale", c_void_p),
-        ("bias", c_void_p),
-        ("n", c_int32),
-        ("k", c_int32),
-        ("kind", c_int32),
-        ("group", c_int32),
+        *((name, c_void_p) for name in "data scale bias".split()),
+        *((name, c_int32) for name in "n k kind group".split()),
     )
 
 
@@ -26,10 +21,7 @@ class RowsRecord(ctypes.Structure):
     """Rows of a forward pass (fd_rows)."""
 
     _fields_ = (
-        ("num_rows", c_int32),
-        ("page_size", c_int32),
-        ("num_logits", c_int32),
-        ("max_keys", c_int32),
+        *((name, c_int32) for name in "num_rows page_size num_logits max_keys".split()),
         ("tokens", c_void_p),
         ("write_slots", c_void_p),
         ("pages", c_void_p),
@@ -271,6 +263,30 @@ class SamplingRecord(ctypes.Structure):
     )
 
 
+class WalkRequestRecord(ctypes.Structure):
+    """A request whose draft is verified (fd_walk_request)."""
+
+    _fields_ = (
+        ("settings", SettingsRecord),
+        *((name, c_uint64) for name in "seed sample_index".split()),
+        *((name, c_int64) for name in "position first_row".split()),
+        *((name, c_int32) for name in "num_rows walk".split()),
+    )
+
+
+class WalksRecord(ctypes.Structure):
+    """Arguments of a verification (fd_walks)."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in "logits q tokens parents num_sampled".split()),
+        ("requests", POINTER(WalkRequestRecord)),
+        *((name, c_void_p) for name in "nodes following counts".split()),
+        *((name, c_int64) for name in "stride q_stride".split()),
+        ("margin", c_double),
+        *((name, c_int32) for name in "num_requests vocab is_bf16".split()),
+    )
+
+
 class DraftsRecord(ctypes.Structure):
     """Sampling of chains of draft tokens (fd_drafts)."""
 
@@ -377,4 +393,6 @@ RECORDS = (
     RunsRecord,
     MixingRecord,
     SuffixChainRecord,
+    WalkRequestRecord,
+    WalksRecord,
 )

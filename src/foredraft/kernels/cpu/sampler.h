@@ -468,20 +468,24 @@ INLINE void *take_scratch(char **scratch, int64_t bytes) {
     return taken;
 }
 
+/* Gives a sampler a part of some scratch memory, sampler_scratch(vocab) bytes. */
+static void place_sampler(sampler *s, int vocab, char **scratch) {
+    int64_t bytes = padded_size(vocab) * 4;
+    s->block_max = take_scratch(scratch, bytes / BLOCK + LANES * 4);
+    s->block_weight = take_scratch(scratch, bytes / BLOCK + LANES * 4);
+    s->all = take_scratch(scratch, bytes);
+    s->weight = take_scratch(scratch, bytes);
+    s->id = take_scratch(scratch, bytes);
+    s->key = take_scratch(scratch, bytes);
+    s->member = take_scratch(scratch, bytes);
+    s->converted = take_scratch(scratch, bytes);
+}
+
 /* Gives a sampler the scratch memory of the calling thread, for rows of up to `vocab` tokens. Returns 0 without memory. */
 static int set_up_sampler(sampler *s, int vocab) {
-    int64_t bytes = padded_size(vocab) * 4;
     char *scratch = fd_thread_memory(sampler_scratch(vocab));
-    if (!scratch) return 0;
-    s->block_max = take_scratch(&scratch, bytes / BLOCK + LANES * 4);
-    s->block_weight = take_scratch(&scratch, bytes / BLOCK + LANES * 4);
-    s->all = take_scratch(&scratch, bytes);
-    s->weight = take_scratch(&scratch, bytes);
-    s->id = take_scratch(&scratch, bytes);
-    s->key = take_scratch(&scratch, bytes);
-    s->member = take_scratch(&scratch, bytes);
-    s->converted = take_scratch(&scratch, bytes);
-    return 1;
+    if (scratch) place_sampler(s, vocab, &scratch);
+    return scratch != NULL;
 }
 
 /* Samples from one row of the job's logits, and writes its probabilities [V] to `probs` if that is not NULL. */

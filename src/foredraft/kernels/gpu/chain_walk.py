@@ -7,7 +7,7 @@ probabilities; a mass reads a row, and only where the uniform is below the weigh
 import triton
 import triton.language as tl
 
-from foredraft.kernels.gpu import verify_block
+from foredraft.kernels import tree_walk
 from foredraft.kernels.gpu.keyed_noise import compute_accept_uniform, compute_sample_uniform
 from foredraft.kernels.gpu.row_probs import (
     FIRST_ROW,
@@ -24,7 +24,7 @@ from foredraft.kernels.gpu.row_probs import (
 )  # fmt: skip
 from foredraft.kernels.gpu.tree_walks import load_draft, sample_residual, write_pair
 
-CHAIN = tl.constexpr(int(verify_block.DeviceWalk.CHAIN))
+CHAIN = tl.constexpr(int(tree_walk.TreeWalk.CHAIN))
 
 
 @triton.jit

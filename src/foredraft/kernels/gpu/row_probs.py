@@ -8,11 +8,12 @@ probability needs: the largest logit, the cuts of the filters and the sum. No ro
 import triton
 import triton.language as tl
 
+from foredraft.kernels import tree_walk
 from foredraft.kernels.gpu import verify_block
 
 REQUEST_WIDTH = tl.constexpr(verify_block.REQUEST_WIDTH)
 ROW_WIDTH = tl.constexpr(verify_block.ROW_WIDTH)
-SAMPLES = tl.constexpr(int(verify_block.DeviceWalk.SAMPLES))
+SAMPLES = tl.constexpr(int(tree_walk.TreeWalk.SAMPLES))
 # 32-bit numbers of a request
 WALK, FIRST_ROW, NUM_ROWS, POSITION, TOP_K, IS_GREEDY, SCALE, MIN_WEIGHT = map(tl.constexpr, range(8))
 STATE, TOP_P = tl.constexpr(4), tl.constexpr(5)  # in units of 64 bits

@@ -8,7 +8,7 @@ stands in front; 0 = the logits at the root are invalid.
 import triton
 import triton.language as tl
 
-from foredraft.kernels.gpu import verify_block
+from foredraft.kernels import tree_walk
 from foredraft.kernels.gpu.keyed_noise import compute_accept_uniform, compute_sample_uniform
 from foredraft.kernels.gpu.row_probs import (
     BEST,
@@ -29,7 +29,7 @@ from foredraft.kernels.gpu.row_probs import (
     load_probs,
 )  # fmt: skip
 
-TRIALS = tl.constexpr(int(verify_block.DeviceWalk.TRIALS))
+TRIALS = tl.constexpr(int(tree_walk.TreeWalk.TRIALS))
 
 
 @triton.jit

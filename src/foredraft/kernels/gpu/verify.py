@@ -14,7 +14,8 @@ from foredraft.kernels.gpu.chain_walk import walk_chain
 from foredraft.kernels.gpu.row_probs import RECORD_WIDTH
 from foredraft.kernels.gpu.row_records import describe_drafts, describe_rows
 from foredraft.kernels.gpu.tree_walks import walk_samples, walk_trials
-from foredraft.kernels.gpu.verify_block import DeviceWalk, VerifyBlock
+from foredraft.kernels.gpu.verify_block import VerifyBlock
+from foredraft.kernels.tree_walk import TreeWalk
 
 SCRATCH_ITEM = 16  # bytes of a request and a token: the residual, and q without the siblings so far
 LOGIT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -64,9 +65,9 @@ def walk_trees(logits: Tensor, q: Tensor | None, block: VerifyBlock, plan: WalkP
         return out
     with torch.cuda.device_of(logits):  # triton launches on the current device
         records, totals = _describe_rows(logits, block, plan)
-        if DeviceWalk.SAMPLES in block.walks:
+        if TreeWalk.SAMPLES in block.walks:
             walk_samples[(block.num_requests,)](block.requests, block.rows, records, out, out.stride(0), num_warps=1)
-        if not block.walks <= {DeviceWalk.SAMPLES}:
+        if not block.walks <= {TreeWalk.SAMPLES}:
             _walk_with_drafts(logits, q, block, records, totals, out, plan)
     return out
 
@@ -103,11 +104,11 @@ def _walk_with_drafts(
     scratch = totals.new_empty(group, 2, vocab_size)
     for first in range(0, block.num_requests, group):
         grid = (min(group, block.num_requests - first),)
-        if DeviceWalk.TRIALS in block.walks:
+        if TreeWalk.TRIALS in block.walks:
             walk_trials[grid](
                 *inputs, scratch, out, first, out.stride(0), *strides, HAS_Q=q is not None, **plan.options
             )
-        if DeviceWalk.CHAIN in block.walks:
+        if TreeWalk.CHAIN in block.walks:
             walk_chain[grid](
                 *inputs, scratch, weights, out, first, out.stride(0), block.most_rows, *strides,
                 HAS_Q=q is not None, **plan.options,

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import NamedTuple
 
 import numpy as np
@@ -11,18 +10,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 
-class DeviceWalk(IntEnum):
-    """Walks down a token tree that the GPU has."""
-
-    SAMPLES = 1  # to the child that equals the target's sample
-    TRIALS = 2  # to the first child that a trial accepts, with a residual after every rejection
-    CHAIN = 3  # the longest prefix of a chain that passes a joint test
-
-
 class RequestNumbers(NamedTuple):
     """Numbers of one request."""
 
-    walk: int  # DeviceWalk
+    walk: int  # TreeWalk
     first_row: int
     num_rows: int
     position: int  # of the root in the sequence
