@@ -19,10 +19,13 @@ from foredraft.verification.rules import combine_rules
 from foredraft.verification.walk import find_walk, get_walk
 
 
+def needs_walk(tree: TokenTree, rules: Sequence[Rule]) -> bool:
+    """Return whether a walk can take less time than the rules: `match` samples all tokens without drafts in one call."""
+    return tree.row_offsets[-1] > len(rules) or any(rule.uses_q for rule in rules)
+
+
 def find_native_requests(tree: TokenTree, probs: LazyTargetProbs, rules: Sequence[Rule]) -> list[int]:
     """Return the batch indices of the requests that the library can verify."""
-    if tree.row_offsets[-1] <= len(rules) and not any(rule.uses_q for rule in rules):
-        return []  # no drafts: `match` samples all tokens in one call
     can_read = _can_read(tree.q, probs.logits.shape[-1])
     return [
         b

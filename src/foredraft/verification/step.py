@@ -12,7 +12,7 @@ from foredraft.kernels.gpu.loading import GPUKernels
 from foredraft.kernels.tree_walker import find_tree_walker
 from foredraft.tree import Commit, TokenTree
 from foredraft.verification.device import find_device_requests, verify_on_device
-from foredraft.verification.native import find_native_requests, verify_natively
+from foredraft.verification.native import find_native_requests, needs_walk, verify_natively
 from foredraft.verification.noise import SeededNoise
 from foredraft.verification.probs import LazyTargetProbs
 from foredraft.verification.rule import Rule
@@ -32,7 +32,7 @@ def verify_step(
         kernels: kernels of the device of the logits; None = those of the CPU, if the logits are there.
     """
     chosen: list[int] = []
-    walker = find_tree_walker(probs.logits) if kernels is None else None
+    walker = find_tree_walker(probs.logits) if kernels is None and needs_walk(tree, rules) else None
     if kernels is not None:
         chosen, verify = find_device_requests(tree, probs, rules), partial(verify_on_device, kernels=kernels)
     elif walker is not None:
