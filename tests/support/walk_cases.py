@@ -21,10 +21,12 @@ from foredraft.verification.device import find_device_requests
 from foredraft.verification.noise import SeededNoise
 from foredraft.verification.probs import LazyTargetProbs
 from foredraft.verification.rule import Rule
-from foredraft.verification.rules import combine_rules
+from foredraft.verification.rules import BLOCK, MATCH, REJECT, combine_rules
 from foredraft.verification.step import verify_step
 from tests.support.gpu_cases import DEVICE
 
+BATCH = (MATCH, REJECT, BLOCK, REJECT, BLOCK, MATCH, REJECT, BLOCK)
+OUTCOMES = ("failed", "accepted", "deep", "rejected", "invalid after a draft")  # that each of its rules must show
 SAMPLINGS = (
     Sampling(temperature=0),
     Sampling(),

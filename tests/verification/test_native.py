@@ -13,14 +13,18 @@ import torch
 from foredraft.kernels.cpu.library import INSTRUCTION_SETS, load_library
 from foredraft.kernels.tree_walker import find_tree_walker
 from foredraft.sampling.params import Sampling
-from foredraft.tree import Commit
+from foredraft.tree import Commit, TokenTree
 from foredraft.verification.native import find_native_requests, needs_walk, verify_natively
+from foredraft.verification.noise import SeededNoise
+from foredraft.verification.probs import LazyTargetProbs
 from foredraft.verification.registry import RULES
 from foredraft.verification.rule import Rule
 from foredraft.verification.rules import BLOCK, MATCH, REJECT, TYPICAL
 from foredraft.verification.step import verify_step
 from tests.support.walk_cases import (
+    BATCH,
     DRAFTS,
+    OUTCOMES,
     SAMPLINGS,
     SIBLINGS,
     CaseKinds,
@@ -34,8 +38,6 @@ from tests.support.walk_cases import (
 pytestmark = pytest.mark.skipif(
     find_tree_walker(torch.zeros(1, 2)) is None, reason="the native library is not built, or switched off"
 )
-BATCH = (MATCH, REJECT, BLOCK, REJECT, BLOCK, MATCH, REJECT, BLOCK)
-OUTCOMES = ("failed", "accepted", "deep", "rejected", "invalid after a draft")
 TYPICAL_MASS = Sampling(typical_p=0.7, temperature=1.2)
 KINDS = CaseKinds(samplings=(*SAMPLINGS, TYPICAL_MASS), drafts=(*DRAFTS, "few"))
 
@@ -110,13 +112,22 @@ def test_the_weights_of_a_chain_stay_below_one() -> None:
     assert seen["block rejected"] > 10
 
 
-def test_drafts_equal_to_the_target_are_always_accepted() -> None:
-    """Guards p and q of other bits: the last one of a uniform random number would then decide."""
-    kinds = CaseKinds(samplings=[Sampling()], logits=("plain", "peaked"), drafts=("equal",))
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(top_k=20), Sampling(top_p=0.8)], ids=["all", "top-k", "top-p"]
+)
+def test_drafts_from_the_target_itself_are_always_accepted(sampling: Sampling) -> None:
+    """Guards a q that is not normalised as p is: a draft would then be rejected now and then."""
     for seed in range(20):
-        case = read_narrow(make_case((REJECT, BLOCK) * 4, 300, seed, kinds=kinds))
-        tree = replace(case.tree, q=torch.softmax(case.logits, -1))
-        check(replace(case, tree=tree, noise=replace(case.noise, tree=tree)))
+        logits = torch.randn(10, 300, generator=torch.Generator().manual_seed(seed)) * 2
+        probs = LazyTargetProbs(logits, [sampling] * len(logits))
+        q = torch.stack([probs.get_dense_row(row) for row in range(len(logits))])
+        drafts = torch.multinomial(q, 1, generator=torch.Generator().manual_seed(seed))[:, 0].tolist()
+        tree = TokenTree.from_chains([[1, *drafts[:4]], [1, *drafts[5:9]]], 4 * q)  # not normalised, as q may be
+        noise = SeededNoise(tree, [(seed, 0), (seed, 1)], [9, 9])
+        case = WalkCase(logits, tree, noise, [REJECT, BLOCK], [sampling] * 2)
+        assert list_native(case) == [0, 1]
+        check(case)
+        assert [tokens[:4] for tokens in run(case).tokens] == [drafts[:4], drafts[5:9]]
 
 
 def test_drafts_that_were_not_sampled_have_no_q() -> None:

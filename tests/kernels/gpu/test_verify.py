@@ -21,6 +21,8 @@ from foredraft.verification.rules import BLOCK, MATCH, REJECT, TYPICAL
 from foredraft.verification.walk import get_walk
 from tests.support.gpu_cases import DEVICE, TRITON
 from tests.support.walk_cases import (
+    BATCH,
+    OUTCOMES,
     SIBLINGS,
     CaseKinds,
     WalkCase,
@@ -31,10 +33,8 @@ from tests.support.walk_cases import (
 )
 
 pytestmark = TRITON
-BATCH = (MATCH, REJECT, BLOCK, REJECT, BLOCK, MATCH, REJECT, BLOCK)
 SIZES = (100, 7, 131, 64, 33, 257)
 SEEDS = (24, 289, 356, 177, 214, 155)  # chosen so that every outcome occurs
-OUTCOMES = ("failed", "accepted", "deep", "rejected", "invalid after a draft")
 
 
 @pytest.fixture(autouse=True, scope="module")
