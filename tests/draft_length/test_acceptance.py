@@ -67,6 +67,18 @@ def test_a_tree_is_estimated_by_node():
     assert gains == pytest.approx([0.5, 0.3, 0.3], abs=0.1)
 
 
+def test_rejected_drafts_count_after_the_first_accepted_sibling():
+    """Until a sibling is accepted, a tree looks like a chain. What its first nodes had is no reason for long drafts."""
+    survival = SurvivalEstimator()
+    for slot in (0, 1):
+        survival.register(slot, slot)
+        chain(survival, slot, 0.05, 8, 100, seed=slot)
+    survival.record_draft(0, 8, 8, (2,))
+    assert survival.is_tree
+    for slot in (0, 1):
+        assert sum(survival.estimate_survival([slot], 16)[0]) < 1.0
+
+
 def test_a_node_that_is_better_than_those_before_it_lends_them_its_worth():
     survival = SurvivalEstimator()
     for _ in range(300):

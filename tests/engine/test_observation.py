@@ -96,3 +96,16 @@ def test_tokens_are_given_with_the_hidden_states() -> None:
     assert show_commit(SandboxedDrafter(inner, 8), batch, tree, commit, output, ObservingPolicy(False))
     assert inner.observed[0].target_argmax is not None
     assert inner.observed[0].path_features is not None
+
+
+def test_candidates_are_the_likeliest_tokens_of_rows_with_finite_logits() -> None:
+    batch = make_batch((False,) * 4)
+    tree = prepend_chunks(batch, root_tree(batch))
+    logits = torch.tensor([1.0, 4.0, 2.0, 3.0]).repeat(4, 1)
+    logits[0, 0], logits[2, 3] = torch.inf, torch.nan
+    logits[3] = -torch.inf
+    output = TargetOutput(logits, LazyTargetProbs(logits, [Sampling()] * 4), None, {})
+    commit = Commit.from_lists([[0]] * 4, [[0]] * 4)
+    seen = output.attach_to(commit, tree, DrafterSpec(4, num_target_candidates=3), with_tokens=True)
+    assert seen.target_candidates is not None
+    assert list(seen.target_candidates.rows) == [(), (1, 3, 2), (), ()]

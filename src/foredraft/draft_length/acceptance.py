@@ -60,6 +60,10 @@ class AcceptanceTally:
         max_trials = max(self.trials, default=0.0)
         self.weight = max(self.weight, max_trials / DISCOUNTED_TRIALS)
 
+    def keep_first_node(self) -> None:
+        """Drop the evidence of all nodes but the first, whose rate is the same in a chain and in a tree."""
+        self.trials, self.hits = self.trials[:1], self.hits[:1]
+
     def record_pause(self, steps: int) -> None:
         """Decay the evidence by a number of steps without a draft. Rates stay, their uncertainty grows."""
         if self.trials and self.trials[0] > MIN_TRIALS_AFTER_PAUSE * self.weight:
@@ -77,11 +81,6 @@ class NodeRateEstimator:
         self._tally_by_kind: defaultdict[int, AcceptanceTally] = defaultdict(lambda: AcceptanceTally(shared_memory))
         self._tally_by_slot: dict[int, AcceptanceTally] = {}
 
-    def clear(self) -> None:
-        """Drop all tallies."""
-        self._tally_by_kind.clear()
-        self._tally_by_slot.clear()
-
     def forget(self, slot: int) -> None:
         """Drop the tally of one request; its drafts stay in the tally of its kind."""
         self._tally_by_slot.pop(slot, None)
@@ -96,8 +95,16 @@ class NodeRateEstimator:
 
     def discount_evidence(self) -> None:
         """Discount the evidence of all tallies."""
-        for tally in (*self._tally_by_kind.values(), *self._tally_by_slot.values()):
+        for tally in self._list_tallies():
             tally.discount_evidence()
+
+    def keep_first_node(self) -> None:
+        """Drop the evidence of all nodes but the first, because drafts are trees and not chains."""
+        for tally in self._list_tallies():
+            tally.keep_first_node()
+
+    def _list_tallies(self) -> list[AcceptanceTally]:
+        return [*self._tally_by_kind.values(), *self._tally_by_slot.values()]
 
     def record_idle(self, slot: int, steps: int) -> None:
         """Decay the tally of one request that did not draft."""
@@ -181,7 +188,7 @@ class SurvivalEstimator:
             return
         if accepted_nodes and accepted_nodes[-1] != len(accepted_nodes) and not self.is_tree:
             self.is_tree = True
-            self._accepted_rates.clear()
+            self._accepted_rates.keep_first_node()
             self._confidence_factors.clear()
         # A node that was granted but not drafted counts as rejected, because the estimate is for granted nodes.
         tried = (

@@ -83,9 +83,10 @@ class AdaptiveLengthPolicy:
     @property
     def needs_observation(self) -> bool:
         """Whether the drafter observes the current step. At rest it observes for probes, if observing takes long."""
-        if not self.observer.can_miss_steps:
-            return True
-        return self._plan.can_resume_within(RESTING_STEPS) or self._probes.is_due(self.observer.step)
+        quiet = self._quiet
+        if quiet.is_taken:
+            return quiet.needs_observation
+        return _needs_observation(self.observer, self._plan, self._probes)
 
     def allocate(self, candidates: Candidates, num_pass_tokens: int, attended_tokens: int = 0) -> list[int]:
         """Grant draft nodes for the next step; arguments as in `DraftLengthPolicy.allocate`."""
@@ -154,8 +155,14 @@ class AdaptiveLengthPolicy:
             can_repeat = self._would_draft_nothing_again(num_requests)
         if can_repeat:
             self._repeat(num_requests)
-            self._quiet.begin(num_requests, kinds, self._count_quiet_steps())
+            self._begin_quiet_spell(num_requests, kinds)
         return can_repeat
+
+    def _begin_quiet_spell(self, num_requests: int, kinds: Set[int]) -> None:
+        num_steps = self._count_quiet_steps()
+        if num_steps:
+            needs_observation = _needs_observation(self.observer, self._plan, self._probes)
+            self._quiet.begin(num_requests, kinds, num_steps, needs_observation)
 
     def _count_quiet_steps(self) -> int:
         """Count the steps after this one that will repeat it for a batch of its size, whatever they take."""
@@ -232,6 +239,13 @@ class AdaptiveLengthPolicy:
         self._probes.forget(slots)
         self._plan.forget(slots)
         self._held.release()
+
+
+def _needs_observation(observer: StepObserver, current: CurrentPlan, schedule: ProbeSchedule) -> bool:
+    """Return whether the drafter observes steps from this one on. At rest it does for probes, if that takes long."""
+    if not observer.can_miss_steps:
+        return True
+    return current.can_resume_within(RESTING_STEPS) or schedule.is_due(observer.step)
 
 
 def _update_mode(

@@ -6,6 +6,7 @@ Rows, roots and scored nodes are defined by the picture at the top of `tree.py`.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import isfinite
 
 import torch
 from torch import Tensor
@@ -65,20 +66,17 @@ class TargetOutput:
         argmax, candidates = None, None
         if with_tokens:
             raw_logits = process_logits(self.logits, ())  # [R, V] float32; without parameters only the dtype changes
-            likeliest = argmax_tokens(raw_logits)
-            argmax = TargetArgmax(tree, likeliest) if spec.needs_target_argmax else None
-            candidates = _find_candidates(tree, raw_logits, likeliest, spec.num_target_candidates)
+            argmax = TargetArgmax(tree, argmax_tokens(raw_logits)) if spec.needs_target_argmax else None
+            candidates = _find_candidates(tree, raw_logits, spec.num_target_candidates)
         return commit.with_target_outputs(noted, argmax, candidates)
 
 
-def _find_candidates(
-    tree: TokenTree, logits: Tensor, likeliest: Sequence[int], num_candidates: int
-) -> TargetCandidates | None:
+def _find_candidates(tree: TokenTree, logits: Tensor, num_candidates: int) -> TargetCandidates | None:
     """Find the likeliest tokens of each row with finite logits; None if no drafter reads them."""
     if not num_candidates:
         return None
-    found = logits.topk(min(num_candidates, logits.shape[-1])).indices.tolist()
-    rows = [tuple(row) if token >= 0 else () for row, token in zip(found, likeliest, strict=True)]
+    top, found = logits.topk(min(num_candidates, logits.shape[-1]))  # [R, k] each; NaN counts as the largest
+    rows = [tuple(row) if isfinite(x) else () for row, x in zip(found.tolist(), top[:, 0].tolist(), strict=True)]
     return TargetCandidates(tree, tuple(rows))
 
 
