@@ -9,7 +9,8 @@ same state of the machine. A slice yields the lower quartile of the processor ti
 proposals of a built-in drafter (`--proposals`), or the processor time of one generated output, or the time of the first
 tokens of some prompts of equal length (`--prompts`, which may use more threads). The table has, per row,
 both times and the median and quartiles over the rounds of the ratio new / old. Its last line has the median of the
-medians of the rows with steps.
+medians of the rows with steps. With `--prompts`, the limits of the first passes follow, at the machine's speeds before
+and after the slices.
 
 This script and `step_overhead.py` belong to one checkout. From both folders they use only names that both have.
 """
@@ -209,6 +210,38 @@ def compare(old: Checkout, new: Checkout, num_rounds: int) -> None:
     print(f"median of the rows with steps: {statistics.median(medians):.3f}")
 
 
+class PromptLimits:
+    """Limits of the passes over prompts of given shapes, for the target that the slices load too."""
+
+    def __init__(self, shapes: list[str], model: str | None) -> None:
+        from foredraft import LLM
+        from foredraft.bench.pass_limits import LimitsMeter
+
+        self._shapes, self._meter = shapes, LimitsMeter(LLM(model, drafter=None).target)
+
+    def measure(self) -> None:
+        """Measure the speeds of the machine."""
+        self._meter.measure()
+
+    def print_table(self) -> None:
+        limits = self._meter.limits
+        assert limits is not None
+        print(f"\nlimits at {limits.describe_machine()}\n\n| row | limit |\n|---|---:|")
+        for shape in self._shapes:
+            num_prompts, length = map(int, shape.split("x"))
+            print(f"| prompts, {shape} | {limits.describe(num_prompts * length, logit_rows=num_prompts)} |")
+
+
+def create_prompt_limits(shapes: list[str], model: str | None, threads: int) -> PromptLimits:
+    """Load the target, and measure the machine for the first time."""
+    import torch
+
+    torch.set_num_threads(threads)
+    limits = PromptLimits(shapes, model)
+    limits.measure()
+    return limits
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("old")
@@ -229,10 +262,14 @@ def main() -> None:
     if args.serve:
         serve(args)
         return
+    limits = create_prompt_limits(args.prompts, args.model, args.threads) if args.prompts else None
     checkouts = Checkout(args.old, args.threads), Checkout(args.new, args.threads)
     compare(*checkouts, args.rounds)
     for checkout in checkouts:
         checkout.close()
+    if limits is not None:
+        limits.measure()
+        limits.print_table()
 
 
 if __name__ == "__main__":
