@@ -68,7 +68,7 @@ def test_a_tree_is_estimated_by_node():
 
 
 def test_rejected_drafts_count_after_the_first_accepted_sibling():
-    """Until a sibling is accepted, a tree looks like a chain. What its first nodes had is no reason for long drafts."""
+    """Until a sibling is accepted, trees look like chains. The rejections before that still count."""
     survival = SurvivalEstimator()
     for slot in (0, 1):
         survival.register(slot, slot)
