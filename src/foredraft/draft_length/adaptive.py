@@ -83,9 +83,8 @@ class AdaptiveLengthPolicy:
     @property
     def needs_observation(self) -> bool:
         """Whether the drafter observes the current step. At rest it observes for probes, if observing takes long."""
-        quiet = self._quiet
-        if quiet.is_taken:
-            return quiet.needs_observation
+        if self._quiet.is_taken:
+            return self._quiet.needs_observation
         return _needs_observation(self.observer, self._plan, self._probes)
 
     def allocate(self, candidates: Candidates, num_pass_tokens: int, attended_tokens: int = 0) -> list[int]:
@@ -155,14 +154,10 @@ class AdaptiveLengthPolicy:
             can_repeat = self._would_draft_nothing_again(num_requests)
         if can_repeat:
             self._repeat(num_requests)
-            self._begin_quiet_spell(num_requests, kinds)
+            num_steps = self._count_quiet_steps()
+            if num_steps:
+                self._quiet.begin(num_requests, kinds, num_steps, self.needs_observation)
         return can_repeat
-
-    def _begin_quiet_spell(self, num_requests: int, kinds: Set[int]) -> None:
-        num_steps = self._count_quiet_steps()
-        if num_steps:
-            needs_observation = _needs_observation(self.observer, self._plan, self._probes)
-            self._quiet.begin(num_requests, kinds, num_steps, needs_observation)
 
     def _count_quiet_steps(self) -> int:
         """Count the steps after this one that will repeat it for a batch of its size, whatever they take."""
