@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from foredraft import LLM
+from foredraft import LLM, Sampling
 from foredraft.cli.progress import ProgressBar
 from foredraft.cli.render import make_console
 from foredraft.cli.shell import UsageError
@@ -20,6 +20,7 @@ from tests.support import tiny_models
 
 FEW = ("--context", "16", "--batch-tokens", "32", "--eval-prompts", "2", "--eval-tokens", "8", "--device", "cpu")
 DRAFT = ("--layers", "1", "--hidden", "16")
+OUTPUT = Sampling(temperature=0.0, max_tokens=32, ignore_eos=True)  # a sampled output may end with its first token
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +49,7 @@ def test_a_drafter_is_trained_measured_and_used(run, small, tmp_path):
     assert "greedy acceptance length" in made.stderr
     assert made.error_lines[-1] == f"done; use it with --spec-method draft_model --spec-model {out}"
     assert json.loads((out / "training.json").read_text())["settings"]["loss"] == "tv"
-    assert LLM(str(small), {"method": "draft_model", "model": str(out)}).generate("the end")[0].text
+    assert LLM(str(small), {"method": "draft_model", "model": str(out)}).generate("the end", OUTPUT)[0].text
 
 
 def test_earlier_draft_models_are_one_setting():
@@ -85,7 +86,7 @@ def test_heads_trained_with_the_target_are_handed_over_with_it(run, small, tmp_p
     words = f"--model {out}/target --spec-method medusa --spec-model {out}"
     assert made.error_lines[-1] == f"done; use it with {words}"
     llm = LLM(f"{out}/target", {"method": "medusa", "model": str(out)})
-    assert llm.generate("the end")[0].stats.num_drafted > 0
+    assert llm.generate("the end", OUTPUT)[0].stats.num_drafted > 0
     exported = run("export", str(out), "--format", "vllm", "--out", str(tmp_path / "exported"))
     assert exported.stdout.startswith(f"vllm serve {out}/target ")
 
