@@ -128,7 +128,7 @@ class TimeCredit:
             is_observed: whether the drafter observed the step. One at rest may not, and then takes no time.
         """
         if observing:
-            self.observing_share = observing / max(plain_step_cost - observing, observing)
+            self.observing_share = observing / max(plain_step_cost, observing)
             shared = max(MAX_SHARED_LOSS - self.observing_share, self._terms.min_allowance)
             self._allowance = min(shared, self._terms.allowance)
         if not self.plain_step_cost:  # the first step

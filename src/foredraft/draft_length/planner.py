@@ -98,7 +98,7 @@ class Planner:
         """Return (tokens, seconds) of the step with only the drafts of fixed length.
 
         Prompt chunks cost the same with and without drafts, so they are left out. The added time of draft nodes is
-        taken at the real number of tokens.
+        taken at the real number of tokens. Without any draft, the drafter takes no time, not even to observe the step.
 
         Args:
             shape: the step.
@@ -107,11 +107,16 @@ class Planner:
         """
         decode_only = replace(shape, num_pass_tokens=shape.num_requests)
         seconds = pass_ratio * self.estimate_verify_time(decode_only, 0)
-        seconds = min(seconds, self._limit_undrafted_time(decode_only))
-        seconds += self.draft_cost.predict(shape.num_requests, shape.fixed_longest, shape.fixed_nodes)
+        seconds = min(seconds, self._limit_undrafted_time(decode_only)) + self._estimate_fixed_drafting(shape)
         if shape.fixed_nodes:
             seconds += self.estimate_verify_time(shape, shape.fixed_nodes) - self.estimate_verify_time(shape, 0)
         return shape.num_requests + shape.fixed_accepted, max(seconds, MIN_SECONDS)
+
+    def _estimate_fixed_drafting(self, shape: StepShape) -> float:
+        """Return the predicted seconds of the drafter for the drafts of fixed length."""
+        if not shape.fixed_longest:
+            return 0.0
+        return self.draft_cost.predict(shape.num_requests, shape.fixed_longest, shape.fixed_nodes)
 
     def _limit_undrafted_time(self, shape: StepShape) -> float:
         """Return an upper limit on the seconds of the pass without these drafts; infinity if there is none.
@@ -134,7 +139,7 @@ class Planner:
         plain_tokens, plain_seconds = self.estimate_baseline(shape, self.plain_cost_ratio)
         tokens, seconds = self.estimate_baseline(shape, 1.0)
         before = min(self.estimate_verify_time(shape, shape.fixed_nodes), self._limit_undrafted_time(shape))
-        seconds -= self.draft_cost.predict(shape.num_requests, shape.fixed_longest, shape.fixed_nodes)
+        seconds -= self._estimate_fixed_drafting(shape)
         nodes, best_rate, best_length, best_accepted = float(shape.fixed_nodes), 0.0, least, 0.0
         room = self.curve.count_free_rows(shape.num_pass_tokens + shape.fixed_nodes)
         longest = len(survival) if room is None else min(len(survival), least + room)
@@ -201,7 +206,7 @@ class Planner:
             any_draft: probability that any of them is drafted, [L, N].
         """
         before = min(self.estimate_verify_time(shape, shape.fixed_nodes), self._limit_undrafted_time(shape))
-        rest = baseline - before - self.draft_cost.predict(shape.num_requests, shape.fixed_longest, shape.fixed_nodes)
+        rest = baseline - before - self._estimate_fixed_drafting(shape)
         nodes = expected_nodes / any_draft + shape.fixed_nodes
         pass_tokens = shape.num_pass_tokens + nodes
         added = self.curve.predict_many(

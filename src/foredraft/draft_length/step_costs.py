@@ -123,7 +123,8 @@ class StepCosts:
     def predict_without_drafts(self, report: StepReport, nodes: int) -> tuple[float, float]:
         """Return the predicted cost of the plain step, and of the step without its drafts.
 
-        The plain step leaves out the prompt chunks too. Both include the time that the drafter needs to observe a step.
+        The plain step leaves out the prompt chunks too. Neither includes the time in which the drafter observes a step,
+        because plain decoding has no drafter.
 
         Args:
             report: the step.
@@ -131,18 +132,17 @@ class StepCosts:
         """
         count = len(report.outcomes)  # requests that got a new token
         context = report.attended_tokens / max(report.num_pass_tokens, 1)  # attended tokens per token of the pass
-        observing = self.estimate_observing(report)
         ratio, curve = self.planner.plain_cost_ratio, self.curve
         num_tokens, num_rows = report.num_pass_tokens - nodes, report.num_logit_rows - nodes  # those without drafts
         pass_cost = curve.predict(report.num_requests, num_tokens, num_rows, context * num_tokens)
-        cost_without_drafts = ratio * pass_cost + observing
+        cost_without_drafts = ratio * pass_cost
         if nodes:  # it does not take longer than with them
             pass_size = report.num_requests, report.num_pass_tokens, report.num_logit_rows, report.attended_tokens
-            cost_without_drafts = min(cost_without_drafts, curve.predict(*pass_size) + observing)
+            cost_without_drafts = min(cost_without_drafts, curve.predict(*pass_size))
         if num_tokens == count:  # the step has no prompt chunk
             return cost_without_drafts, cost_without_drafts
         plain_pass_cost = curve.predict(count, count, count, context * count)
-        return ratio * plain_pass_cost + observing, cost_without_drafts
+        return ratio * plain_pass_cost, cost_without_drafts
 
 
 def _compute_ratio(seconds: float, predicted: float) -> float:
