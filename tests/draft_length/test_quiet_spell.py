@@ -7,7 +7,7 @@ import pytest
 from foredraft.draft_length.adaptive import AdaptiveLengthPolicy
 from foredraft.draft_length.costs import CostCurve
 from foredraft.draft_length.policy import DraftCandidate, DraftOutcome, StepReport
-from foredraft.draft_length.quiet_spell import MAX_QUIET_STEPS, QuietSpell
+from foredraft.draft_length.quiet_spell import MAX_QUIET_STEPS, MAX_RESTING_STEPS, QuietSpell
 
 REPORT = StepReport(2, 2, 2, 100, 0.0, 1.0)
 
@@ -30,10 +30,8 @@ def test_a_spell_is_for_batches_of_one_size_and_kind() -> None:
     assert spell.end() == []
 
 
-def test_a_spell_is_short_and_ends_at_once() -> None:
+def test_a_spell_ends_at_once() -> None:
     spell = QuietSpell()
-    spell.begin(1, {0}, 1000)
-    assert [spell.take_step(1, {0}) for _ in range(MAX_QUIET_STEPS + 1)] == [True] * MAX_QUIET_STEPS + [False]
     spell.begin(1, {0}, 1000)
     assert spell.take_step(1, {0})
     spell.end()
@@ -78,3 +76,20 @@ def test_decisions_and_estimates_are_those_of_steps_that_are_recorded_one_by_one
     assert quiet.observer.step == single.observer.step == 3000
     assert quiet.observer.credit.seconds == single.observer.credit.seconds
     assert quiet.observer.costs.curve.predict(1, 1, 1, 50) == single.observer.costs.curve.predict(1, 1, 1, 50)
+
+
+def test_spells_of_a_long_pause_are_longer() -> None:
+    lengths = AdaptiveLengthPolicy(CostCurve([(1, 1.0), (32, 9.0)]))
+    spells, num_quiet = [], 0
+    for _ in range(2000):
+        is_repeated = lengths.repeat_none(1, {0})
+        granted = 0 if is_repeated else lengths.allocate([DraftCandidate(0, 8)], 1)[0]
+        if lengths._quiet.is_taken:
+            num_quiet += 1
+        else:
+            spells.append((num_quiet, lengths.is_resting))
+            num_quiet = 0
+        outcomes = (DraftOutcome(0, granted, granted, ()),)
+        lengths.record_step(StepReport(1, 1 + granted, 1 + granted, 50, 0.2 * granted, 1.0 + 0.4 * granted, outcomes))
+    assert max(spell for spell, is_resting in spells if not is_resting) <= MAX_QUIET_STEPS
+    assert max(spell for spell, _ in spells) == MAX_RESTING_STEPS

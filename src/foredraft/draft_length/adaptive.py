@@ -24,7 +24,7 @@ from foredraft.draft_length.planner import LengthPlan, cut_nodes
 from foredraft.draft_length.policy import DecisionReason, LengthDecision, StepReport
 from foredraft.draft_length.prober import Prober
 from foredraft.draft_length.probes import PROBE_NODES, ProbeSchedule
-from foredraft.draft_length.quiet_spell import MAX_QUIET_STEPS, QuietSpell
+from foredraft.draft_length.quiet_spell import MAX_QUIET_STEPS, MAX_RESTING_STEPS, QuietSpell
 
 # Pausing and resuming
 GAIN_MARGIN = 0.01  # a predicted gain below -GAIN_MARGIN pauses drafting
@@ -161,9 +161,10 @@ class AdaptiveLengthPolicy:
 
     def _count_quiet_steps(self) -> int:
         """Count the steps after this one that will repeat it for a batch of its size, whatever they take."""
-        if self.observer.is_drafting or self._plan.can_resume_within(MAX_QUIET_STEPS):
+        most = MAX_RESTING_STEPS if self.observer.is_paused_long else MAX_QUIET_STEPS
+        if self.observer.is_drafting or self._plan.can_resume_within(most):
             return 0
-        return max(min(self._plan.num_kept_steps, self._probes.next_step - self.observer.step - 2), 0)
+        return max(min(self._plan.num_kept_steps, self._probes.next_step - self.observer.step - 2, most), 0)
 
     def _end_quiet_spell(self) -> None:
         """Record the steps of the spell, before anything depends on them."""

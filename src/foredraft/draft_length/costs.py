@@ -105,15 +105,26 @@ class CostCurve:
         seconds += per_logit_row * logit_rows + per_attended * attended_tokens
         return seconds * self._correction.estimate_many(padded)
 
-    def update(self, requests: int, pass_tokens: int, logit_rows: int, attended_tokens: int, seconds: float) -> float:
-        """Add the measured time of a forward pass, and return it, clipped if it is an outlier."""
+    def update(
+        self,
+        requests: int,
+        pass_tokens: int,
+        logit_rows: int,
+        attended_tokens: int,
+        seconds: float,
+        counts_at_once: bool = False,
+    ) -> float:
+        """Add the measured time of a forward pass, and return it, clipped if it is an outlier.
+
+        With `counts_at_once`, the next prediction for its size has it in any case.
+        """
         features = self.interpolate(pass_tokens), 1.0, requests, logit_rows, attended_tokens
         size = self.pad(pass_tokens)
         factor = self._correction.estimate(size)
         # Each of the two learns what the other leaves, so that neither corrects twice.
         clipped = factor * self._regression.update(features, seconds / factor)
         if self._regression.last_prediction > 0.0:
-            self._correction.update(size, clipped / self._regression.last_prediction)
+            self._correction.update(size, clipped / self._regression.last_prediction, counts_at_once)
         return clipped
 
     def get_confidence(self, pass_tokens: float) -> float:

@@ -9,7 +9,7 @@ PROBE_NODES = 2  # draft nodes per request and step
 PROBE_STEPS = 4  # consecutive steps of a probe
 MIN_PROBE_INTERVAL = 32  # steps between probes; doubles after each probe that did not pay
 MAX_PROBE_INTERVAL = 256  # steps
-MAX_PROBE_SHARE = 0.01  # of the time, which probes take at most while drafts are far from paying
+MAX_PROBE_SHARE = 0.005  # of the time, which probes take at most while drafts are far from paying
 DEFERRAL = 16  # steps until a probe that the credit does not cover is considered again, which takes time by itself
 WAIT = 8  # steps until a probe that waits for a request that is ready is considered again
 

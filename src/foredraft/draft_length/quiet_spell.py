@@ -9,6 +9,7 @@ from collections.abc import Set
 from foredraft.draft_length.policy import StepReport
 
 MAX_QUIET_STEPS = 14  # of a spell: one report in 16 is evaluated during a pause, after it
+MAX_RESTING_STEPS = 62  # the same in a long pause: one report in 64 is evaluated
 
 
 class QuietSpell:
@@ -29,8 +30,8 @@ class QuietSpell:
         self._reports: list[StepReport] = []
 
     def begin(self, num_requests: int, kinds: Set[int], num_steps: int, needs_observation: bool = True) -> None:
-        """Begin a spell of so many steps, MAX_QUIET_STEPS at most."""
-        self.num_requests, self._kinds, self._left = num_requests, kinds, min(num_steps, MAX_QUIET_STEPS)
+        """Begin a spell of so many steps."""
+        self.num_requests, self._kinds, self._left = num_requests, kinds, num_steps
         self.needs_observation = needs_observation
 
     def take_step(self, num_requests: int, kinds: Set[int]) -> bool:

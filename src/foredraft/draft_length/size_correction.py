@@ -38,14 +38,18 @@ class SizeCorrection:
         self._sizes: list[float] = []  # of the means in use, rising
         self._ratios: list[float] = []
 
-    def update(self, size: float, ratio: float) -> None:
-        """Add the ratio of measured to predicted time of a pass."""
+    def update(self, size: float, ratio: float, counts_at_once: bool = False) -> None:
+        """Add the ratio of measured to predicted time of a pass.
+
+        Estimates change with it now and then, because that takes longest, or now if it counts at once.
+        """
         self._num_updates += 1
         key = _round_size(size)
         mean, weight, last = self._means.get(key, (1.0, 0.0, self._num_updates))
         weight = min(self._decay(weight, last) + 1.0, MAX_WEIGHT)
         self._means[key] = mean + (ratio - mean) / weight, weight, self._num_updates
-        if self._num_updates <= NUM_EAGER_UPDATES or self._num_updates % REBUILD_INTERVAL == 0:
+        is_due = self._num_updates <= NUM_EAGER_UPDATES or self._num_updates % REBUILD_INTERVAL == 0
+        if is_due or counts_at_once:
             self._rebuild()
 
     def estimate(self, size: float) -> float:

@@ -70,7 +70,7 @@ class StepCosts:
             seconds, weight = raw_pass_seconds / self.slowdown, PAUSED_SLOWDOWN_SMOOTHING * confidence
             self._update_slowdown(seconds, predicted_pass, weight)
         # Both calls of `update` return the measured seconds, clipped if they are an outlier.
-        pass_seconds = self.curve.update(*pass_size, raw_pass_seconds / self.slowdown)
+        pass_seconds = self.curve.update(*pass_size, raw_pass_seconds / self.slowdown, counts_at_once=not longest)
         draft_seconds = report.draft_time / self.slowdown
         if report.is_observed:  # other steps do not have the costs that a step with drafts has
             draft_seconds = self.draft_cost.update(
@@ -80,7 +80,7 @@ class StepCosts:
         if longest and not is_new:  # a size that is new shows its own price, not that of the machine
             self._update_slowdown(pass_seconds, predicted_pass, SLOWDOWN_SMOOTHING * confidence)
         if not longest and predicted_pass > 0.0 and report.num_pass_tokens == report.num_requests:  # without a prompt
-            ratio = _compute_ratio(pass_seconds, predicted_pass)
+            ratio = _compute_ratio(pass_seconds, self.curve.predict(*pass_size))  # what the curve has not learnt
             self.planner.plain_cost_ratio += PLAIN_COST_SMOOTHING * (ratio - self.planner.plain_cost_ratio)
         return pass_seconds + draft_seconds
 
