@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from foredraft.draft_length.size_correction import SizeCorrection
+from foredraft.draft_length.size_correction import NUM_EAGER_UPDATES, REBUILD_INTERVAL, SizeCorrection
 
 
 def test_a_size_that_occurred_has_its_ratio_and_others_lie_between():
@@ -49,3 +49,13 @@ def test_relative_ratios_leave_the_level_to_the_curve():
         correction.update(8, 2.0)
     assert correction.estimate(8) / correction.estimate(4) == pytest.approx(2.0, rel=0.05)
     assert correction.estimate(8) * correction.estimate(4) == pytest.approx(1.0, rel=0.05)
+
+
+def test_a_rare_ratio_counts_at_once_if_it_has_to():
+    correction = SizeCorrection()
+    for _ in range(NUM_EAGER_UPDATES + REBUILD_INTERVAL):
+        correction.update(4, 1.0)
+    correction.update(1, 2.0)
+    assert correction.estimate(1) == pytest.approx(1.0)
+    correction.update(1, 2.0, counts_at_once=True)
+    assert correction.estimate(1) > 1.5

@@ -168,3 +168,15 @@ def test_a_merged_step_earns_what_its_steps_earn(has_fixed: bool) -> None:
     (merged,) = merge_equal_steps([draft] * 3)
     other.record(merged)
     assert other.credit.seconds - before == pytest.approx(3 * (one.credit.seconds - before))
+
+
+def test_slow_plain_steps_do_not_count_twice() -> None:
+    """Fault: curve and ratio learnt the same steps, so that plain steps of 1.2 were predicted to take 1.32."""
+    costs = StepCosts(CostCurve([(1, 1.0), (8, 1.2)]), DraftCost())
+    predicted = []
+    for step_time in [1.0] * 40 + [1.2] * 30:
+        report = make_plain(step_time).report
+        costs.record(report, longest=0, nodes=0, unread=0, newcomers=0, is_new=True)
+        predicted.append(costs.predict_without_drafts(report, nodes=0)[0])
+    assert max(predicted[45:]) < 1.25
+    assert predicted[-1] == pytest.approx(1.2, rel=0.02)

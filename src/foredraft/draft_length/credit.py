@@ -124,7 +124,7 @@ class TimeCredit:
             step_seconds: measured seconds of a step with drafts whose lengths the policy chose. None = any other step,
                 which only adds its allowance.
             saved_later: seconds that the accepted tokens of this step save in later steps.
-            observing: predicted seconds that the drafter takes in a plain step; the other costs include them.
+            observing: predicted seconds in which the drafter observes a plain step; the other costs leave them out.
             is_observed: whether the drafter observed the step. One at rest may not, and then takes no time.
         """
         if observing:

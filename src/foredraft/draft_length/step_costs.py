@@ -103,7 +103,7 @@ class StepCosts:
     def estimate_draft(self, longest: int, nodes: int, num_pass_tokens: int) -> float:
         """Return the seconds that drafts add to a step, in the drafter and in the target's forward pass.
 
-        `requests=0` leaves out the cost of observing, because a step without drafts has it too.
+        `requests=0` leaves out the cost of observing, which does not depend on the draft.
         """
         drafter_seconds = self.draft_cost.predict(requests=0, longest=longest, nodes=nodes)
         return self.planner.estimate_added_pass_time(num_pass_tokens, nodes) + drafter_seconds
