@@ -6,8 +6,9 @@ import pytest
 
 from foredraft.draft_length.adaptive import AdaptiveLengthPolicy
 from foredraft.draft_length.costs import CostCurve
+from foredraft.draft_length.intervals import LONG_SKIPPED_REPORTS, SKIPPED_REPORTS
 from foredraft.draft_length.policy import DraftCandidate, DraftOutcome, StepReport
-from foredraft.draft_length.quiet_spell import MAX_QUIET_STEPS, MAX_RESTING_STEPS, QuietSpell
+from foredraft.draft_length.quiet_spell import QuietSpell
 
 REPORT = StepReport(2, 2, 2, 100, 0.0, 1.0)
 
@@ -91,5 +92,5 @@ def test_spells_of_a_long_pause_are_longer() -> None:
             num_quiet = 0
         outcomes = (DraftOutcome(0, granted, granted, ()),)
         lengths.record_step(StepReport(1, 1 + granted, 1 + granted, 50, 0.2 * granted, 1.0 + 0.4 * granted, outcomes))
-    assert max(spell for spell, is_resting in spells if not is_resting) <= MAX_QUIET_STEPS
-    assert max(spell for spell, _ in spells) == MAX_RESTING_STEPS
+    assert max(spell for spell, is_resting in spells if not is_resting) <= SKIPPED_REPORTS - 1
+    assert max(spell for spell, _ in spells) == LONG_SKIPPED_REPORTS - 1

@@ -17,14 +17,14 @@ from collections.abc import Sequence, Set
 from foredraft.draft_length.costs import CostCurve, DraftCost
 from foredraft.draft_length.current_plan import RESUMPTION_GAIN, Candidates, CurrentPlan
 from foredraft.draft_length.held_decision import HeldDecision
-from foredraft.draft_length.intervals import compute_plain_interval
+from foredraft.draft_length.intervals import SKIPPED_REPORTS, compute_plain_interval, get_skipped_reports
 from foredraft.draft_length.observer import RESTING_STEPS, StepObserver
 from foredraft.draft_length.plain_run import PlainRun, count_run_steps
 from foredraft.draft_length.planner import LengthPlan, cut_nodes
 from foredraft.draft_length.policy import DecisionReason, LengthDecision, StepReport
 from foredraft.draft_length.prober import Prober
 from foredraft.draft_length.probes import PROBE_NODES, ProbeSchedule
-from foredraft.draft_length.quiet_spell import MAX_QUIET_STEPS, MAX_RESTING_STEPS, QuietSpell
+from foredraft.draft_length.quiet_spell import QuietSpell
 
 # Pausing and resuming
 GAIN_MARGIN = 0.01  # a predicted gain below -GAIN_MARGIN pauses drafting
@@ -154,17 +154,10 @@ class AdaptiveLengthPolicy:
             can_repeat = self._would_draft_nothing_again(num_requests)
         if can_repeat:
             self._repeat(num_requests)
-            num_steps = self._count_quiet_steps()
+            num_steps = _count_quiet_steps(self.observer, self._plan, self._probes)
             if num_steps:
                 self._quiet.begin(num_requests, kinds, num_steps, self.needs_observation)
         return can_repeat
-
-    def _count_quiet_steps(self) -> int:
-        """Count the steps after this one that will repeat it for a batch of its size, whatever they take."""
-        most = MAX_RESTING_STEPS if self.observer.is_paused_long else MAX_QUIET_STEPS
-        if self.observer.is_drafting or self._plan.can_resume_within(most):
-            return 0
-        return max(min(self._plan.num_kept_steps, self._probes.next_step - self.observer.step - 2, most), 0)
 
     def _end_quiet_spell(self) -> None:
         """Record the steps of the spell, before anything depends on them."""
@@ -180,7 +173,7 @@ class AdaptiveLengthPolicy:
             not self.observer.is_drafting
             and self.decision.nodes == 0  # otherwise the last decision cannot be repeated
             and self._plan.can_be_kept  # this step computes no new plan
-            and not (self._plan.is_resumption_due and self._plan.can_resume_within(MAX_QUIET_STEPS))  # it pauses on
+            and not (self._plan.is_resumption_due and self._plan.can_resume_within(SKIPPED_REPORTS - 1))  # it pauses on
             and self.observer.step < self._probes.next_step  # no probe is due
             and self._probes.is_load_similar(num_requests)  # nor is a plan for a new load
         )
@@ -242,6 +235,14 @@ def _needs_observation(observer: StepObserver, current: CurrentPlan, schedule: P
     if not observer.can_miss_steps:
         return True
     return current.can_resume_within(RESTING_STEPS) or schedule.is_due(observer.step)
+
+
+def _count_quiet_steps(observer: StepObserver, current: CurrentPlan, schedule: ProbeSchedule) -> int:
+    """Count the steps after this one that will repeat it for a batch of its size, whatever they take."""
+    most = get_skipped_reports(observer.is_paused_long) - 1  # the report after them is evaluated
+    if observer.is_drafting or current.can_resume_within(most):
+        return 0
+    return max(min(current.num_kept_steps, schedule.next_step - observer.step - 2, most), 0)
 
 
 def _update_mode(

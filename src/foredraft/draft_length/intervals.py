@@ -1,4 +1,4 @@
-"""Intervals in steps: the lifetime of a plan, and the distance between runs of plain steps (`plain_run.py`)."""
+"""Intervals in steps: lifetimes of plans, reports of a pause, and the distance between runs of plain steps."""
 
 LARGE_BATCH = 16  # number of requests from which a batch is large
 # Lifetime of a plan: steps until a new one is computed. It limits the time that the policy itself takes.
@@ -7,6 +7,7 @@ LARGE_BATCH_LIFETIME = 32
 CHANGED_BATCH_LIFETIME = 8  # of a batch that has changed since the plan was computed
 PAUSED_LIFETIME = 32  # while drafting is paused: of any batch, changed or not, without a new kind of request or a probe
 LONG_PAUSED_LIFETIME = 128  # the same, once it has been paused for a while
+SKIPPED_REPORTS, LONG_SKIPPED_REPORTS = 15, 63  # in a row during a pause, and once it has lasted for a while
 RESUMPTION_INTERVAL = 8  # while drafting is paused though a plan pays: steps between two looks at the time credit
 # While requests draft, runs of plain steps measure the cost of plain decoding again. They lose at most 1 % of
 # the tokens (docs/controller.md, "Estimates").
@@ -33,6 +34,11 @@ def get_plan_lifetime(num_requests: int, is_same_batch: bool, is_comparable: boo
 def get_paused_lifetime(is_paused_long: bool) -> int:
     """Return the lifetime of a plan in steps while drafting is paused. It only shows whether drafting would pay."""
     return LONG_PAUSED_LIFETIME if is_paused_long else PAUSED_LIFETIME
+
+
+def get_skipped_reports(is_paused_long: bool) -> int:
+    """Return the number of reports in a row that may be skipped while drafting is paused, because they take time."""
+    return LONG_SKIPPED_REPORTS if is_paused_long else SKIPPED_REPORTS
 
 
 def compute_plain_interval(gain: float, num_run_steps: int, confidence: float = 1.0) -> float:

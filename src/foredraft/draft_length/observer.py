@@ -9,6 +9,7 @@ from typing import NamedTuple
 from foredraft.draft_length.acceptance import SurvivalEstimator
 from foredraft.draft_length.costs import CostCurve, DraftCost
 from foredraft.draft_length.credit import DEFAULT_TERMS, CreditTerms, TimeCredit
+from foredraft.draft_length.intervals import get_skipped_reports
 from foredraft.draft_length.plain_run import MIN_TRANSITION_STEPS
 from foredraft.draft_length.policy import DraftCandidate, StepReport
 from foredraft.draft_length.step_costs import StepCosts
@@ -19,8 +20,7 @@ from foredraft.draft_length.warmup import WarmUp
 # Drafting rests after so many steps of a pause, or at once if the time credit cannot end it earlier.
 RESTING_STEPS = 64
 MAX_OBSERVING_SHARE = 0.01  # of a plain step: a drafter at rest that takes more to observe it misses steps
-# Reports in a row that may be skipped (`_skip`): while drafting is paused, in a long pause, and while no request can draft.
-MAX_PAUSED_STEPS, MAX_LONG_PAUSED_STEPS, MAX_IDLE_STEPS = 15, 63, 127
+MAX_IDLE_STEPS = 127  # reports in a row that may be skipped while no request can draft (`_skip`)
 MAX_WAITING = 16  # reports that wait at most
 MAX_WAITING_SHARE = 0.75  # of the time credit, which they may take together
 
@@ -113,11 +113,6 @@ class StepObserver:
         return not self.is_drafting and self.step - self._drafted_until >= RESTING_STEPS
 
     @property
-    def _max_paused_steps(self) -> int:
-        """Reports in a row that may be skipped during a pause."""
-        return MAX_LONG_PAUSED_STEPS if self.is_paused_long else MAX_PAUSED_STEPS
-
-    @property
     def can_miss_steps(self) -> bool:
         """Whether drafting rests, and observing a step takes more than MAX_OBSERVING_SHARE of a plain step."""
         return self.is_resting and self.credit.observing_share > MAX_OBSERVING_SHARE
@@ -189,7 +184,7 @@ class StepObserver:
         """Record steps of a pause, all without drafts; as `begin_step` and `record_step` in turn, in less time."""
         self.settle()
         for report in reports:
-            if self._num_unobserved >= self._max_paused_steps:
+            if self._num_unobserved >= get_skipped_reports(self.is_paused_long):
                 self.begin_step(num_candidates, has_fixed=False)
                 self.record_step(report)
                 continue
@@ -227,11 +222,11 @@ class StepObserver:
         """Skip the report of a step without drafts, to save time, if nothing is learnt from it.
 
         Reports are skipped if drafting is paused, if there was no candidate, and if they come so soon after drafts that
-        they change no cost. One in 16 is evaluated in a pause, one in 64 in a long one, one in 128 without candidates. A
-        skipped step only adds its allowance to the time credit. Returns whether it was skipped.
+        they change no cost. One in 16 is evaluated in a pause, one in 64 in a long one, and one in 128 without
+        candidates. A skipped step only adds its allowance to the time credit. Returns whether it was skipped.
         """
         self.settle()
-        num_skipped = self._max_paused_steps if self._current.num_candidates else MAX_IDLE_STEPS
+        num_skipped = get_skipped_reports(self.is_paused_long) if self._current.num_candidates else MAX_IDLE_STEPS
         if self._current.num_candidates and self.is_drafting:  # also during warm-up
             num_skipped = self._times.num_transition_left if self.warmup.is_over else 0
         if self._num_unobserved >= num_skipped:

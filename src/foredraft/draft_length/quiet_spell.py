@@ -8,9 +8,6 @@ from collections.abc import Set
 
 from foredraft.draft_length.policy import StepReport
 
-MAX_QUIET_STEPS = 14  # of a spell: one report in 16 is evaluated during a pause, after it
-MAX_RESTING_STEPS = 62  # the same in a long pause: one report in 64 is evaluated
-
 
 class QuietSpell:
     """Next steps without drafts, for a batch of one size, and their reports.
