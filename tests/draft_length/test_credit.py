@@ -50,6 +50,7 @@ def test_a_step_that_the_drafter_does_not_observe_adds_the_whole_allowance() -> 
     """Fault: a drafter at rest took no time, but the credit still grew by a quarter, so no probe was affordable."""
     credit = TimeCredit()
     credit.record_step(1.0, 1.0, observing=0.1)
+    assert credit.observing_share == pytest.approx(0.1)
     for is_observed, allowance in ((True, MIN_LOSS_ALLOWANCE), (False, DEFAULT_TERMS.allowance)):
         before = credit.seconds
         credit.record_skipped_step(is_observed)

@@ -273,7 +273,7 @@ def test_a_drafter_at_rest_earns_less_only_in_steps_that_it_observes() -> None:
     assert earned[1] == pytest.approx(DEFAULT_TERMS.allowance, rel=0.02)
 
 
-@pytest.mark.parametrize("num_before", [0, 5, 14])
+@pytest.mark.parametrize("num_before", [0, 5, 14, 90, 120])
 def test_steps_of_a_pause_that_are_recorded_together_leave_what_single_ones_leave(num_before: int) -> None:
     one, other = start(), start()
     reports = [PLAIN._replace(step_time=1.0 + 0.01 * i, is_observed=i % 3 > 0) for i in range(14)]

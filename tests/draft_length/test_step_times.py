@@ -180,3 +180,17 @@ def test_slow_plain_steps_do_not_count_twice() -> None:
         predicted.append(costs.predict_without_drafts(report, nodes=0)[0])
     assert max(predicted[45:]) < 1.25
     assert predicted[-1] == pytest.approx(1.2, rel=0.02)
+
+
+def test_costs_without_drafts_leave_observing_out() -> None:
+    """Fault: the time credit compared drafts with plain steps that the drafter observes."""
+    costs = StepCosts(CostCurve([(1, 1.0), (8, 1.2)]), DraftCost())
+    outcomes = make_plain(1.1).report.outcomes
+    observed = make_plain(1.1).report._replace(draft_time=0.1)
+    assert outcomes, "observing is priced per request"
+    for _ in range(60):
+        costs.record(observed, longest=0, nodes=0, unread=0, newcomers=0)
+    assert costs.estimate_observing(observed) == pytest.approx(0.1, rel=0.05)
+    for report in (observed, observed._replace(num_pass_tokens=2, num_logit_rows=2)):
+        nodes = report.num_pass_tokens - 1
+        assert costs.predict_without_drafts(report, nodes) == pytest.approx((1.0, 1.0), rel=0.02)

@@ -41,7 +41,8 @@ class SizeCorrection:
     def update(self, size: float, ratio: float, counts_at_once: bool = False) -> None:
         """Add the ratio of measured to predicted time of a pass.
 
-        Estimates change with it now and then, because that takes longest, or now if it counts at once.
+        Estimates include it after a few more updates, because computing them takes longest, or now if it counts at
+        once.
         """
         self._num_updates += 1
         key = _round_size(size)
