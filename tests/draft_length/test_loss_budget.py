@@ -76,7 +76,7 @@ def test_slow_plain_steps_after_drafts_do_not_pass_for_plain_decoding(
 ) -> None:
     """Fault: every 8th or 256th step was plain and the one measured; drafts that lost had 0.73 to 0.90 for ever."""
     speeds, plain_shares = [], []
-    for seed in range(6):  # a single run has 0.945 now and then
+    for seed in range(6):
         world = SimulatedEngine(
             rising, draft=draft, accept=lambda step, request: chance, after=0.35, noise=0.1, outliers=0.002, seed=seed
         )
@@ -84,9 +84,10 @@ def test_slow_plain_steps_after_drafts_do_not_pass_for_plain_decoding(
         totals = run(world, lengths, 3000)
         speeds.append(totals.speed)
         plain_shares.append(totals.budgets.count(0) / len(totals.budgets))
-    assert fmean(speeds) >= 0.96
+    assert sum(speed < 0.96 for speed in speeds) <= 1, "of 24 runs one or none has less"
+    assert sum(share < 0.75 for share in plain_shares) <= 1
     assert min(speeds) >= 0.93
-    assert fmean(plain_shares) > 0.75
+    assert fmean(speeds) >= 0.965
 
 
 def test_what_drafts_may_lose_at_first_is_the_credit_at_the_start() -> None:
