@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests.support.crash_reports import KEY, CrashReports, write_crashes
 from tests.support.guarded_scratch import guard_scratch
 from tests.support.sample_table import SAMPLES
 from tests.support.selection import COLLECTED, MARK, WIDE_MARK, divide_cases
@@ -18,6 +19,14 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 settings.register_profile("foredraft", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("foredraft")
+
+
+@pytest.hookimpl(trylast=True)  # after pytest's own fault handler
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(CrashReports())
+    elif KEY in config.workerinput:
+        write_crashes(config.workerinput[KEY])
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` deselects

@@ -21,6 +21,7 @@ from foredraft import LLM, ForedraftError, Sampling
 from foredraft.engine.worker import Worker
 from foredraft.errors import TargetLostError
 from foredraft.models.forward_batch import ForwardBatch, Span
+from foredraft.tensor_parallel import process_group
 from tests.support import tiny_models
 
 LONG = Sampling(max_tokens=200, temperature=0, ignore_eos=True)
@@ -48,6 +49,11 @@ def wait_for_end(pid: int) -> None:
             return
         threading.Event().wait(0.1)
     raise AssertionError(f"process {pid} runs")
+
+
+def count_gloo_threads() -> int:
+    """Number of threads of this process that serve connections of gloo."""
+    return sum("gloo" in name.read_text() for name in Path("/proc/self/task").glob("*/comm"))
 
 
 @contextmanager
@@ -84,6 +90,16 @@ def test_a_rank_that_is_killed_inside_a_pass_ends_it(target_folder: str) -> None
         killer.join()
 
 
+def test_a_rank_that_stops_does_not_hold_a_pass_for_ever(target_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """gloo's own limit is half an hour. It also ends a pass whose operation gloo forgot when a rank was killed."""
+    monkeypatch.setattr(process_group, "WAIT_SECONDS", 1.0)
+    with load(target_folder) as (llm, pid):
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(TargetLostError, match=r"rank 0 of 2 failed .*Timed out waiting 1000ms"):
+            llm.generate([[5, 9]], LONG)
+        wait_for_end(pid)
+
+
 def test_a_worker_ends_all_requests_with_the_line_and_is_unhealthy(target_folder: str) -> None:
     with load(target_folder) as (llm, pid):
 
@@ -110,6 +126,15 @@ def test_close_ends_the_processes_and_a_copy_with_another_drafter_keeps_them(tar
         assert other.generate([[5, 9]], LONG)[0].token_ids == tiny_models.plain().generate([[5, 9]], LONG)[0].token_ids
         other.close()
         assert not is_running(pid)
+
+
+def test_close_ends_the_threads_and_connections_of_the_group(target_folder: str) -> None:
+    """They would end at some time in the life of the next model, or abort the program at its exit."""
+    with load(target_folder) as (llm, _):
+        model = llm.target.model  # what the user keeps does not keep them
+        assert count_gloo_threads() > 0
+    assert count_gloo_threads() == 0
+    assert model is not None
 
 
 def test_a_failure_in_the_middle_of_a_pass_of_this_process_is_final(target_folder: str) -> None:

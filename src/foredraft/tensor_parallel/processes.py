@@ -73,9 +73,9 @@ class RankProcesses:
                 return
             self._is_ending = True
             self._failure = self._failure or "the processes of this model have ended with LLM.close; make a new LLM"
+        leave_group()  # while the others are there: gloo closes its connections best if nothing arrives on them
         for child in self._children:
             child.hang_up()
-        leave_group()
         for child in self._children:
             child.wait()
 

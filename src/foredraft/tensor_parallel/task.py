@@ -9,7 +9,7 @@ from transformers.utils import logging as transformers_logging
 
 from foredraft.models.hf import HFModel
 from foredraft.models.loading import check_cpu_dtype, load_model
-from foredraft.tensor_parallel.process_group import form_group
+from foredraft.tensor_parallel.process_group import form_group, limit_waits
 from foredraft.tensor_parallel.shard import Shard
 
 
@@ -36,7 +36,9 @@ class RankTask:
         with form_group(self.rank, self.size, device, self.store), torch.no_grad():
             model = load_model(self.model, self.dtype, device, self.size)
             check_cpu_dtype(model)
-            return HFModel.wrap_model(model, self.name)
+            lm = HFModel.wrap_model(model, self.name)
+            limit_waits()  # not before: processes read their parts of a large model at different speeds
+            return lm
 
     def load_shard(self) -> Shard:
         """Load the part of a process of its own, in silence: rank 0 prints the same warnings."""

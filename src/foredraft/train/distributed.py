@@ -1,7 +1,6 @@
 """Device, precision and processes of a training run."""
 
 import contextlib
-import gc
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -110,18 +109,7 @@ def close_processes() -> None:
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_initialized():
+        from foredraft.tensor_parallel.process_group import release_groups_of_meshes
+
         dist.destroy_process_group()
-        _release_groups_of_meshes()
-
-
-def _release_groups_of_meshes() -> None:
-    """Release the process groups that meshes hold, so that their threads end.
-
-    The caches of sharded tensors keep meshes until the program ends, and the threads of a group end with its last
-    reference. Sharded modules are in cycles, and hold groups too.
-    """
-    from torch.distributed.device_mesh import DeviceMesh
-
-    gc.collect()
-    for mesh in [found for found in gc.get_objects() if type(found) is DeviceMesh]:
-        vars(mesh).get("_pg_registry", {}).clear()  # torch has no public way
+        release_groups_of_meshes()
