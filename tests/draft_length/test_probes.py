@@ -3,6 +3,7 @@
 import pytest
 
 from foredraft.draft_length.probes import (
+    MAX_EXTENSIONS,
     MAX_PROBE_INTERVAL,
     MAX_PROBE_SHARE,
     MIN_PROBE_INTERVAL,
@@ -59,3 +60,19 @@ def test_a_load_that_halves_has_probes_twice_as_often_and_one_that_doubles_waits
     for load in (3, 1):
         schedule.adapt_to_load(load, 2010)
     assert schedule.next_step == 2010 + MIN_PROBE_INTERVAL
+
+
+def test_a_probe_goes_on_a_limited_number_of_times() -> None:
+    schedule = ProbeSchedule()
+    schedule.start((0,), 1.0)
+    for extension in range(MAX_EXTENSIONS + 1):
+        assert schedule.is_in_first_step
+        for _ in range(PROBE_STEPS - 1):
+            assert not schedule.count_step()
+            assert not schedule.is_in_first_step
+        assert schedule.count_step()
+        assert schedule.extend() == (extension < MAX_EXTENSIONS)
+    schedule.finish(100, has_paid=False)
+    assert not schedule.is_in_first_step
+    schedule.start((0,), 1.0)
+    assert schedule.extend(), "the next probe may go on again"

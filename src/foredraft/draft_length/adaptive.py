@@ -17,7 +17,7 @@ from collections.abc import Sequence, Set
 from foredraft.draft_length.costs import CostCurve, DraftCost
 from foredraft.draft_length.current_plan import RESUMPTION_GAIN, Candidates, CurrentPlan
 from foredraft.draft_length.held_decision import HeldDecision
-from foredraft.draft_length.intervals import SKIPPED_REPORTS, compute_plain_interval, get_skipped_reports
+from foredraft.draft_length.intervals import SKIPPED_REPORTS, compute_plain_interval, get_skipped_reports, may_hold
 from foredraft.draft_length.observer import RESTING_STEPS, StepObserver
 from foredraft.draft_length.plain_run import PlainRun, count_run_steps
 from foredraft.draft_length.planner import LengthPlan, cut_nodes
@@ -25,13 +25,14 @@ from foredraft.draft_length.policy import DecisionReason, LengthDecision, StepRe
 from foredraft.draft_length.prober import Prober
 from foredraft.draft_length.probes import PROBE_NODES, ProbeSchedule
 from foredraft.draft_length.quiet_spell import QuietSpell
+from foredraft.draft_length.trial import TRIAL_NODES, Trial
 
 # Pausing and resuming
 GAIN_MARGIN = 0.01  # a predicted gain below -GAIN_MARGIN pauses drafting
 MAX_PAYBACK_STEPS = 100  # drafting resumes only if the gain of this many steps repays the time to catch up
 MAX_WARMUP_REQUESTS = 2  # requests that draft during warm-up
 MIN_READY_SHARE = 0.75  # of the requests: drafting resumes only if this many can draft
-LONG_DRAFT_INTERVAL = 32  # one in this many steps has drafts 1.5 times as long as planned, to measure longer ones
+LONG_DRAFT_INTERVAL = 32  # one in this many steps has longer drafts than planned, to measure them
 
 
 class AdaptiveLengthPolicy:
@@ -66,6 +67,7 @@ class AdaptiveLengthPolicy:
         self._plan = CurrentPlan(self.observer)
         self._prober = Prober(self.observer)
         self._held = HeldDecision()
+        self._trial = Trial()
         self._plain_run = PlainRun()
         self._quiet = QuietSpell()
         self._probes = self._prober.schedule  # when the next probe is due, and the slots of the current one
@@ -131,7 +133,8 @@ class AdaptiveLengthPolicy:
 
     def _can_hold(self, reason: DecisionReason, granted: Sequence[int], candidates: Candidates) -> bool:
         """Return whether the next steps may repeat this one: it drafts what the plan says, and the credit is ample."""
-        if reason != "pays" or self._probes.slots or self.observer.has_fixed or not self._plan.can_be_held:
+        is_usual = reason == "pays" and not self._probes.slots and not self.observer.has_fixed
+        if not (is_usual and self._plan.can_be_held and may_hold(self.observer.step)):
             return False
         return self.observer.credit.is_ample and list(granted) == self._plan.list_nodes(candidates)
 
@@ -186,6 +189,10 @@ class AdaptiveLengthPolicy:
         if not observer.warmup.is_over:
             nodes = observer.warmup.num_nodes
             return "start", {c.slot: nodes for c in adjustable[:MAX_WARMUP_REQUESTS]}
+        pays = plan.speedup >= 1.0 - GAIN_MARGIN
+        if self._trial.take_step(pays, len(adjustable), observer.credit.plain_steps):
+            self._plan.expire()  # every step of it may show that drafts pay
+            return "start", {c.slot: TRIAL_NODES for c in adjustable}
         if self._plain_run.adapt_to_load(len(adjustable)):
             observer.credit.limit_at_larger_load()
         _update_mode(observer, self._plan, self._probes, plan, adjustable)
@@ -209,7 +216,7 @@ class AdaptiveLengthPolicy:
             return "measure", {}
         was_probing = bool(self._probes.slots)
         probed = self._prober.update(adjustable, granted, num_pass_tokens, plan.speedup)
-        if was_probing and not probed:
+        if was_probing and (not probed or self._probes.is_in_first_step):
             self._plan.expire()  # the next step compares what the probe has shown
         if probed:
             granted = granted | {slot: max(PROBE_NODES, granted.get(slot, 0)) for slot in probed}
@@ -291,8 +298,10 @@ def _select_ready(nodes_by_slot: dict[int, int], adjustable: Candidates) -> dict
 
 def _vary_lengths(granted: dict[int, int], step: int) -> dict[int, int]:
     """Lengthen or shorten drafts in some steps, to measure other lengths than the plan's."""
-    if step % LONG_DRAFT_INTERVAL == 0:  # half as long again, rounded up
+    if step % (2 * LONG_DRAFT_INTERVAL) == LONG_DRAFT_INTERVAL:  # half as long again, rounded up
         return {slot: nodes + (nodes + 1) // 2 for slot, nodes in granted.items()}
+    if step % LONG_DRAFT_INTERVAL == 0:  # one node more: the cost may rise steeply before half as many again
+        return {slot: nodes + min(nodes, 1) for slot, nodes in granted.items()}
     if step % LONG_DRAFT_INTERVAL == LONG_DRAFT_INTERVAL // 2:  # a quarter shorter
         return {slot: max(nodes - (nodes + 3) // 4, min(nodes, 1)) for slot, nodes in granted.items()}
     return granted

@@ -79,6 +79,11 @@ class TimeCredit:
         return self._recent_saved / self._recent_seconds if self._recent_seconds > 0.0 else 0.0
 
     @property
+    def plain_steps(self) -> float:
+        """The credit, in plain steps; 0 before the first."""
+        return self.seconds / self.plain_step_cost if self.plain_step_cost else 0.0
+
+    @property
     def available(self) -> float:
         """Seconds that the next step may lose; at least MIN_AVAILABLE_STEPS plain steps."""
         return max(self.seconds - self._floor, MIN_AVAILABLE_STEPS * self.plain_step_cost)

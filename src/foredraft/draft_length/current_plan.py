@@ -152,6 +152,7 @@ class CurrentPlan:
         has_similar = self.covers({c.kind for c in adjustable})  # newcomers get their length
         return self._age < get_plan_lifetime(
             len(adjustable),
+            self._observer.step,
             is_same_batch=has_same_estimates and key == self._key,
             is_comparable=has_same_estimates and (is_covered or has_similar),
         )

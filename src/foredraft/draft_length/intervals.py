@@ -5,6 +5,7 @@ LARGE_BATCH = 16  # number of requests from which a batch is large
 SMALL_BATCH_LIFETIME = 16
 LARGE_BATCH_LIFETIME = 32
 CHANGED_BATCH_LIFETIME = 8  # of a batch that has changed since the plan was computed
+MAX_AGE_SHARE = 4  # the first plans are at most a quarter as old as the policy: the evidence grows fast
 PAUSED_LIFETIME = 32  # while drafting is paused: of any batch, changed or not, without a new kind of request or a probe
 LONG_PAUSED_LIFETIME = 128  # the same, once it has been paused for a while
 SKIPPED_REPORTS, LONG_SKIPPED_REPORTS = 15, 63  # in a row during a pause, and once it has lasted for a while
@@ -16,19 +17,26 @@ MIN_PLAIN_INTERVAL = 64
 MAX_PLAIN_INTERVAL = 1024
 
 
-def get_plan_lifetime(num_requests: int, is_same_batch: bool, is_comparable: bool) -> int:
+def get_plan_lifetime(num_requests: int, num_steps: int, is_same_batch: bool, is_comparable: bool) -> int:
     """Return the lifetime of a plan in steps while requests draft; 0 = a new plan is computed at once.
 
     Args:
         num_requests: adjustable requests of the batch.
+        num_steps: steps since the start of the policy.
         is_same_batch: the batch is the one that the plan was computed for.
         is_comparable: the plan has nodes for requests like those of the batch.
     """
     is_large = num_requests >= LARGE_BATCH
+    longest = num_steps // MAX_AGE_SHARE
     if is_same_batch:
-        return LARGE_BATCH_LIFETIME if is_large else SMALL_BATCH_LIFETIME
+        return min(LARGE_BATCH_LIFETIME if is_large else SMALL_BATCH_LIFETIME, longest)
     # A large batch changes often, so its plan is kept through changes.
-    return CHANGED_BATCH_LIFETIME if is_comparable or is_large else 0
+    return min(CHANGED_BATCH_LIFETIME, longest) if is_comparable or is_large else 0
+
+
+def may_hold(num_steps: int) -> bool:
+    """Return whether decisions may be repeated without a look at the plan; False while plans live for a few steps."""
+    return num_steps >= MAX_AGE_SHARE * SMALL_BATCH_LIFETIME
 
 
 def get_paused_lifetime(is_paused_long: bool) -> int:

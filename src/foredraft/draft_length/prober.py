@@ -24,6 +24,7 @@ class Prober:
     def __init__(self, observer: StepObserver) -> None:
         self.schedule = ProbeSchedule()
         self._observer = observer
+        self._credit_before = 0.0  # seconds of the time credit before the current probe or its extension
 
     def update(
         self, adjustable: Sequence[DraftCandidate], granted: Mapping[int, int], num_pass_tokens: int, speedup: float
@@ -50,6 +51,8 @@ class Prober:
             # The probe has paid if the plan now grants drafts to a probed request. If the policy has just decided not
             # to resume drafting, `granted` is empty.
             has_paid = any(granted.get(slot, 0) for slot in schedule.slots)
+            if not has_paid and self._has_saved_time() and schedule.extend():
+                return schedule.slots
             schedule.finish(step, has_paid, is_hopeless=speedup < MAX_HOPELESS_SPEEDUP)
         schedule.adapt_to_load(len(adjustable), step)
         if step < schedule.next_step:
@@ -58,6 +61,15 @@ class Prober:
         if undrafted:
             self._start(undrafted, num_pass_tokens)
         return schedule.slots
+
+    def _has_saved_time(self) -> bool:
+        """Return whether the steps of the probe took less time than plain steps.
+
+        Then the probe costs nothing, and a few more steps show whether the estimates are too low.
+        """
+        self._observer.settle()
+        before, self._credit_before = self._credit_before, self._observer.credit.seconds
+        return self._credit_before > before
 
     def _start(self, candidates: Sequence[DraftCandidate], num_pass_tokens: int) -> None:
         """Start a probe of as many of these requests as the cost permits, if the credit covers it.
@@ -78,6 +90,7 @@ class Prober:
             self.schedule.defer(self._observer.step)
         elif ready:
             self.schedule.start(tuple(slots[:count]), cost / credit.plain_step_cost)
+            self._credit_before = credit.seconds
         else:
             self.schedule.wait(self._observer.step)
 

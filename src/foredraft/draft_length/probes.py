@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 PROBE_NODES = 2  # draft nodes per request and step
 PROBE_STEPS = 4  # consecutive steps of a probe
+MAX_EXTENSIONS = 3  # a probe that saves time goes on so many times for as many steps again
 MIN_PROBE_INTERVAL = 32  # steps between probes; doubles after each probe that did not pay
 MAX_PROBE_INTERVAL = 256  # steps
 MAX_PROBE_SHARE = 0.005  # of the time, which probes take at most while drafts are far from paying
@@ -28,9 +29,15 @@ class ProbeSchedule:
         self.next_step = 0
         self.is_waiting = False
         self._steps_left = 0  # steps of the current probe that are not finished
+        self._extensions_left = 0
         self._interval = MIN_PROBE_INTERVAL  # in steps
         self._least_interval = 0  # in steps, from the price of the current probe
         self._reference_load = 0  # load that later loads are compared with
+
+    @property
+    def is_in_first_step(self) -> bool:
+        """Whether the current step is the first of a probe, or of its extension."""
+        return bool(self.slots) and self._steps_left == PROBE_STEPS
 
     def is_due(self, step: int) -> bool:
         """Return whether a probe runs, or may start now or as soon as a request is ready."""
@@ -60,7 +67,7 @@ class ProbeSchedule:
             slots: the requests.
             price: plain steps that the probe adds if no node is accepted.
         """
-        self.slots, self._steps_left = slots, PROBE_STEPS
+        self.slots, self._steps_left, self._extensions_left = slots, PROBE_STEPS, MAX_EXTENSIONS
         self.is_waiting, self._least_interval = False, round(price / MAX_PROBE_SHARE)
 
     def wait(self, step: int) -> None:
@@ -75,6 +82,13 @@ class ProbeSchedule:
         """Count a finished step of the current probe. Returns whether the probe is over."""
         self._steps_left -= 1
         return self._steps_left == 0
+
+    def extend(self) -> bool:
+        """Let the probe that is over go on, because it has saved time. Returns whether it may."""
+        if not self._extensions_left:
+            return False
+        self._steps_left, self._extensions_left = PROBE_STEPS, self._extensions_left - 1
+        return True
 
     def finish(self, step: int, has_paid: bool, is_hopeless: bool = False) -> None:
         """End the current probe and set the step of the next one. The interval doubles unless the probe has paid.
