@@ -1,8 +1,9 @@
 """Adaptive draft lengths on simulated engines, and the cost of their decisions on this machine.
 
-    python benchmarks/controller_sim.py [--steps 3000] [--loads 1,4,16] [--predictions]
+    python benchmarks/controller_sim.py [--steps 3000] [--loads 1,4,16] [--predictions] [--start]
 
 With --predictions: speeds with a drafter that predicts the acceptance of its tokens, while that of a text changes.
+With --start: speeds of the first steps of an engine.
 
 The speeds are simulated with fixed seeds, so they are equal on all machines; docs/controller.md lists them. The
 microseconds are measured.
@@ -14,7 +15,7 @@ import time
 
 from foredraft.draft_length.adaptive import AdaptiveLengthPolicy
 from foredraft.draft_length.costs import CostCurve
-from tests.support.simulated_engine import CURVES, SimulatedEngine, find_best_fixed, run
+from tests.support.simulated_engine import CURVES, SimulatedEngine, find_best_fixed, make_starting_engine, run
 
 
 class TimedAdaptive(AdaptiveLengthPolicy):
@@ -104,6 +105,29 @@ def _measure_speed(length: int, rates: tuple[float, float], load: int, predictio
     return sum(speeds) / len(speeds)
 
 
+# Acceptance of the first 12 steps, and of those after them.
+STARTS = ((0.2, 0.2), (0.5, 0.5), (0.7, 0.7), (0.9, 0.9), (0.4, 0.9), (0.9, 0.3))
+START_STEPS = 40, 80, 200
+START_SEEDS = 60
+
+
+def print_starts() -> None:
+    """Print speeds of the first steps: means over START_SEEDS."""
+    print(f"| acceptance | after 12 steps | {' | '.join(f'{steps} steps' for steps in START_STEPS)} |")
+    print(f"| ---: | ---: | {' | '.join(['---:'] * len(START_STEPS))} |")
+    for first, later in STARTS:
+        cells = " | ".join(f"{_measure_start(first, later, steps):.2f}x" for steps in START_STEPS)
+        print(f"| {first} | {later} | {cells} |", flush=True)
+
+
+def _measure_start(first: float, later: float, steps: int) -> float:
+    def accept(step: int, request: int) -> float:
+        return first if step < 12 else later
+
+    engines = [make_starting_engine(seed, accept) for seed in range(START_SEEDS)]
+    return sum(run(engine, AdaptiveLengthPolicy(), steps).speed for engine in engines) / START_SEEDS
+
+
 def print_overhead(steps: int) -> None:
     print("\n| requests | nodes | microseconds a step |")
     print("| ---: | ---: | ---: |")
@@ -119,7 +143,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--loads", default="1,4,16")
     parser.add_argument("--predictions", action="store_true")
+    parser.add_argument("--start", action="store_true")
     args = parser.parse_args()
+    if args.start:
+        print_starts()
+        return
     if args.predictions:
         print_predictions([int(load) for load in args.loads.split(",")], args.steps)
         return

@@ -1,9 +1,5 @@
-"""The first steps of an engine, on engines that exist on paper only: costs are unknown, passes still slow, drafts few.
+"""The first steps of an engine, on engines that exist on paper only: costs are unknown, and passes still slow."""
 
-A pass with drafts takes half as long again as a plain one, as those of small models do.
-"""
-
-import math
 from itertools import groupby
 from statistics import mean
 
@@ -13,24 +9,18 @@ from foredraft.draft_length.adaptive import AdaptiveLengthPolicy
 from foredraft.draft_length.costs import CostCurve
 from foredraft.draft_length.probes import PROBE_STEPS
 from foredraft.engine.calibrate import ROW_COUNTS
-from tests.support.simulated_engine import SimulatedEngine, find_best_fixed, run, wait_for_memory
-
-
-def curve(rows: int) -> float:
-    return 1.0 if rows == 1 else 1.55 + 0.02 * rows
-
-
-def make_world(seed: int, accept, num_requests: int = 1) -> SimulatedEngine:
-    """An engine whose first passes are slower by 60 %, which falls to a third in 12 steps."""
-    return SimulatedEngine(
-        curve, draft=0.19, lookup=0.02, accept=accept, swing=lambda step: 1 + 0.6 * math.exp(-step / 12), after=0.15,
-        noise=0.06, outliers=0.01, load=lambda step: num_requests, life=10**8, seed=seed,
-    )  # fmt: skip
+from tests.support.simulated_engine import (
+    SimulatedEngine,
+    find_best_fixed,
+    make_starting_engine,
+    run,
+    wait_for_memory,
+)
 
 
 def measure_start(accept, steps: int) -> float:
     """Mean speed of the first steps over that of plain decoding."""
-    return mean(run(make_world(seed, accept), AdaptiveLengthPolicy(), steps).speed for seed in range(60))
+    return mean(run(make_starting_engine(seed, accept), AdaptiveLengthPolicy(), steps).speed for seed in range(60))
 
 
 def test_drafts_whose_first_ones_are_rejected_soon_save_time() -> None:
@@ -48,7 +38,7 @@ def list_probes(accept) -> list[int]:
     """Lengths of the probes of 20 engines, in steps."""
     lengths = []
     for seed in range(20):
-        totals = run(make_world(seed, accept), AdaptiveLengthPolicy(), 400)
+        totals = run(make_starting_engine(seed, accept), AdaptiveLengthPolicy(), 400)
         lengths += [len(list(steps)) for reason, steps in groupby(totals.reasons) if reason == "probe"]
     return lengths
 
