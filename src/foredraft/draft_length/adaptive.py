@@ -16,6 +16,7 @@ from collections.abc import Sequence, Set
 
 from foredraft.draft_length.costs import CostCurve, DraftCost
 from foredraft.draft_length.current_plan import RESUMPTION_GAIN, Candidates, CurrentPlan
+from foredraft.draft_length.draft_trial import TRIAL_NODES, DraftTrial
 from foredraft.draft_length.held_decision import HeldDecision
 from foredraft.draft_length.intervals import SKIPPED_REPORTS, compute_plain_interval, get_skipped_reports, may_hold
 from foredraft.draft_length.observer import RESTING_STEPS, StepObserver
@@ -25,7 +26,6 @@ from foredraft.draft_length.policy import DecisionReason, LengthDecision, StepRe
 from foredraft.draft_length.prober import Prober
 from foredraft.draft_length.probes import PROBE_NODES, ProbeSchedule
 from foredraft.draft_length.quiet_spell import QuietSpell
-from foredraft.draft_length.trial import TRIAL_NODES, Trial
 
 # Pausing and resuming
 GAIN_MARGIN = 0.01  # a predicted gain below -GAIN_MARGIN pauses drafting
@@ -67,7 +67,7 @@ class AdaptiveLengthPolicy:
         self._plan = CurrentPlan(self.observer)
         self._prober = Prober(self.observer)
         self._held = HeldDecision()
-        self._trial = Trial()
+        self._trial = DraftTrial()
         self._plain_run = PlainRun()
         self._quiet = QuietSpell()
         self._probes = self._prober.schedule  # when the next probe is due, and the slots of the current one

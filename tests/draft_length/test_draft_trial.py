@@ -2,11 +2,11 @@
 
 import pytest
 
-from foredraft.draft_length.trial import MAX_TRIAL_REQUESTS, MIN_TRIAL_CREDIT, TRIAL_STEPS, Trial
+from foredraft.draft_length.draft_trial import MAX_TRIAL_REQUESTS, MIN_TRIAL_CREDIT, TRIAL_STEPS, DraftTrial
 
 
 def test_it_has_a_limited_number_of_steps() -> None:
-    trial = Trial()
+    trial = DraftTrial()
     steps = [trial.take_step(pays=False, num_requests=1, credit=10.0) for _ in range(2 * TRIAL_STEPS)]
     assert steps == [True] * TRIAL_STEPS + [False] * TRIAL_STEPS
 
@@ -16,7 +16,7 @@ def test_it_has_a_limited_number_of_steps() -> None:
     [(True, 1, 10.0), (False, MAX_TRIAL_REQUESTS + 1, 10.0), (False, 1, MIN_TRIAL_CREDIT - 0.1)],
 )
 def test_what_ends_it_ends_it_for_good(pays: bool, num_requests: int, credit: float) -> None:
-    trial = Trial()
+    trial = DraftTrial()
     assert trial.take_step(pays=False, num_requests=MAX_TRIAL_REQUESTS, credit=MIN_TRIAL_CREDIT)
     assert not trial.take_step(pays, num_requests, credit)
     assert not trial.take_step(pays=False, num_requests=1, credit=10.0)

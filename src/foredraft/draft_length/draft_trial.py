@@ -10,7 +10,7 @@ MAX_TRIAL_REQUESTS = 2
 MIN_TRIAL_CREDIT = 7.0  # time credit, in plain steps, below which the trial ends
 
 
-class Trial:
+class DraftTrial:
     """Steps of the trial that are left. It ends as soon as drafts pay, and does not begin again."""
 
     def __init__(self) -> None:
