@@ -53,7 +53,7 @@ def test_a_probe_that_saves_time_goes_on_and_one_that_loses_time_does_not() -> N
 )
 def test_drafting_resumes_once_drafts_are_accepted(slope: float, num_requests: int, least: float) -> None:
     """The first three means were 2.21, 1.21 and 1.02 while a probe had four steps: these did not outweigh what had been
-    rejected before, and the next probe came twice as late. The last was 1.13 while a probe that goes on kept the plan."""
+    rejected before, and the next probe came twice as late. The last was 1.13 while the plan stayed in a long probe."""
     speeds = []
     for seed in range(20):
         world = SimulatedEngine(
